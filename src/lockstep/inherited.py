@@ -32,8 +32,8 @@ def refusing(base: type, instead: Mapping[str, str]) -> Callable[[C], C]:
 
     def decorate(cls: C) -> C:
         order = cls.__mro__[: cls.__mro__.index(base)]
-        ours = {name for kind in order for name in vars(kind)}
-        for name in (vars(base).keys() | instead.keys()) - ours:
+        overridden = {name for kind in order for name in vars(kind)}
+        for name in (vars(base).keys() | instead.keys()) - overridden:
             if not (name.startswith("__") and name.endswith("__")):
                 plain = getattr(Module, name, None)
                 setattr(cls, name, plain or Refused(message(cls.__name__, name, instead.get(name))))

@@ -64,6 +64,8 @@ class Program(NamedTuple):
     audits: bool
     has_other: bool
     cap: int
+    rounds: bool
+    """Whether what can travel in bfloat16 does."""
     steps: tuple[Planned, ...]
 
 
@@ -214,7 +216,8 @@ def draw(seed: int, length: int = 8) -> Program:
         steps.append(Planned(tuple(changes), event, *(rng.random() < chance for chance in (0.7, 0.2, 0.3, 0.7, 0.7))))
     shares, loss = rng.choice([4, 5, 8]), rng.choice(["sum", "mean"])
     audits, has_other = rng.random() < 0.2, rng.random() < 0.2
-    return Program(seed, world, hosts, shares, loss, audits, has_other, rng.choice([1, 200, 2**20]), tuple(steps))
+    cap, rounds = rng.choice([1, 200, 2**20]), rng.random() < 0.4
+    return Program(seed, world, hosts, shares, loss, audits, has_other, cap, rounds, tuple(steps))
 
 
 class Failed(Exception):
@@ -223,7 +226,13 @@ class Failed(Exception):
 
 def run(rank: Rank, program: Program, left_out: tuple[int, ...] = ()) -> list[str]:
     """What each step has given: a digest of gradients, buffers and parameters, or an error."""
-    options = {"shares": program.shares, "loss": program.loss, "process_group": rank.group}
+    reduce_dtype = torch.bfloat16 if program.rounds else None
+    options = {
+        "shares": program.shares,
+        "loss": program.loss,
+        "process_group": rank.group,
+        "reduce_dtype": reduce_dtype,
+    }
     net = lockstep.replicate(Network(), **options)
     nets = [net, *([lockstep.replicate(layer(7), **options)] if program.has_other else [])]
     lockstep.shares.audit(net, 1 if program.audits else None)

@@ -15,6 +15,8 @@ from torch import nn
 import lockstep
 from processes import be_launched, run_processes
 
+UNCLOSED = "has ended its program without closing its session or watch, while others still needed it,"
+
 
 def train(steps):
     model = lockstep.replicate(nn.Linear(2, 1))
@@ -43,14 +45,18 @@ def test_a_rank_that_leaves_without_closing_its_session_has_left_in_good_order(b
     first, left = run_processes(2, leaves, backend, port, 0, backend=backend, errors=True)
     assert left.returncode == 0
     assert type(first.error) is lockstep.errors.PeerFailure
-    assert "rank 1 has left the training in good order, while others still needed it" in str(first.error)
+    known = sys.version_info < (3, 13)
+    told = "has left the training in good order, while others still needed it," if known else UNCLOSED
+    assert f"rank 1 {told}" in str(first.error)
 
 
 def test_a_rank_that_leaves_with_a_status_has_failed():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, left = run_processes(2, leaves, "shm", store.port, 3, errors=True)
     assert left.returncode == 3
-    assert "rank 1 failed in training: SystemExit: 3" in str(first.error)
+    known = sys.version_info < (3, 13)  # multiprocessing has forgotten the exception when it runs finalizers
+    told = "failed in training: SystemExit: 3" if known else UNCLOSED
+    assert f"rank 1 {told}" in str(first.error)
 
 
 def trains_to_the_end(rank, port):
@@ -84,7 +90,8 @@ for x in run.batches([torch.ones(1, 2)] * 4):
     ("what", "status", "told"),
     [
         ("raise ValueError('of rank 1')", 1, "rank 1 failed at step 3, in training: ValueError: of rank 1"),
-        ("break", 0, "rank 1 has left the training in good order, while others still needed it, after step 3"),
+        ("break", 0, f"rank 1 {UNCLOSED} after step 3: it may have failed, which its own output tells"),
+        ("sys.exit(3)", 3, f"rank 1 {UNCLOSED} after step 3: it may have failed, which its own output tells"),
     ],
 )
 def test_a_program_that_ends_is_told_of_as_it_does(what, status, told):
@@ -102,7 +109,7 @@ def test_a_program_that_ends_is_told_of_as_it_does(what, status, told):
     errors = [each.communicate(timeout=100)[1] for each in ranks]
     assert [each.returncode for each in ranks] == [1, status], errors
     assert f"PeerFailure: rank 0 stops, because {told}" in errors[0]
-    assert ("ValueError: of rank 1" in errors[1]) == bool(status)
+    assert ("ValueError: of rank 1" in errors[1]) == (status == 1)
 
 
 def closes(rank, port):

@@ -130,7 +130,7 @@ def differ_in_steps(rank, model, optimizer):
     [
         (differ_in_rate, r"differ in the options of parameter group 0 .*'lr': 0.1,.* on rank 0, .*'lr': 0.2"),
         (differ_in_a_rate_that_is_a_tensor, r"'lr': 0.25,.* on rank 0, .*'lr': 0.5"),
-        (differ_in_gradients, "differ in which parameters of group 0 have a gradient"),
+        (differ_in_gradients, r"parameters of group 0 that have no gradient .*: \[\] on rank 0, \[0\] on rank 1"),
         (differ_in_groups, "ranks differ in the (parameters and their pieces|number of parameter groups)"),
         (differ_in_steps, "differ in the number of steps .*: 1 on rank 0, 2 on rank 1"),
     ],
@@ -161,6 +161,24 @@ def test_gradients_of_one_rank_alone_are_an_error():
             optimizer.step()
         backward(rank, model, 1)
         optimizer.step()
+
+    run_ranks(2, local)
+
+
+def test_gradients_of_one_rank_alone_are_an_error_also_of_modules_that_were_replicated_later():
+    def local(rank):
+        first, second = replicated(rank), replicated(rank)
+        optimizer = made(adamw, first, True)
+        optimizer.add_param_group({"params": list(second.parameters())})
+        again = lockstep.DistributedDataParallel(first, process_group=rank.group)
+        for module in (second, again):
+            with module.no_sync():
+                backward(rank, module, 1)
+            with pytest.raises(ShardingError, match="gradients are those of one rank alone"):
+                optimizer.step()
+            optimizer.zero_grad()
+            backward(rank, module, 2)
+            optimizer.step()
 
     run_ranks(2, local)
 
@@ -338,6 +356,7 @@ def test_uses_that_make_no_sense_are_refused():
             shard_optimizer(adamw(other.parameters(), differentiable=True))
         with pytest.raises(NotReplicableError, match="is in no replicated module"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        assert len(optimizer.param_groups) == 1
 
     run_ranks(2, refused)
 

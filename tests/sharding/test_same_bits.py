@@ -144,6 +144,39 @@ def test_a_moving_average_beside_it_under_ddp():
     assert equal(run_ranks(2, averaged, False, hosts="aa"), run_ranks(2, averaged, True, hosts="aa"))
 
 
+class AveragedAdamW(torch.optim.AdamW):
+    """Keeps a moving average of the weights in its state, as docs/memory.md shows."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    state = self.state[weight]
+                    if "average" not in state:
+                        state["average"] = weight.detach().clone()
+                    state["average"].lerp_(weight, 0.1)
+        return loss
+
+
+def test_a_moving_average_in_the_state_is_sharded_with_it():
+    def averaged(rank):
+        model = replicated(rank)
+        optimizer = made(AveragedAdamW, model, True)
+        averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for step in range(3):
+            train(rank, model, optimizer, range(step, step + 1))
+            averages.update_parameters(model)
+        held = sum(state["average"].numel() for state in optimizer._sharding.twin.state.values())
+        state = full_state_dict(optimizer, all_ranks=True)["state"]
+        return held, [state[number]["average"] for number in range(len(state))], values(averages)
+
+    for held, found, expected in run_ranks(2, averaged):
+        assert equal(found, expected)
+        assert abs(held - sum(each.numel() for each in expected) / 2) <= 128
+
+
 def test_groups_that_are_added_layers_that_are_frozen_and_unfrozen():
     def changing(rank, sharded):
         model = replicated(rank)

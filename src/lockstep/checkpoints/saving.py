@@ -191,8 +191,8 @@ class Saving:
     def _complete(self, written: list[dict[str, Any]], leaders: list[int]) -> dict[str, StoredFile]:
         """Return the files in the folder of this rank's file system, from what each rank has written."""
         own = leaders[self._ranks.rank]
-        ours = [each for each, leader in zip(written, leaders, strict=True) if leader == own]
-        return {name: StoredFile(**fields) for each in ours for name, fields in each["files"].items()}
+        in_folder = [each for each, leader in zip(written, leaders, strict=True) if leader == own]
+        return {name: StoredFile(**fields) for each in in_folder for name, fields in each["files"].items()}
 
     def _clear(self) -> None:
         """Remove old checkpoints; this one is whole on every rank."""

@@ -249,11 +249,11 @@ def _wraps(device: torch.device, devices: list[torch.device], backends: Sequence
     def ddp(module: Module, backend: str) -> Module:
         return torch.nn.parallel.DistributedDataParallel(module, process_group=dist.new_group(backend=backend))
 
-    def ours(module: Module, backend: str) -> Module:
+    def replicated(module: Module, backend: str) -> Module:
         return lockstep.replicate(module, process_group=dist.new_group(backend=backend))
 
     suitable = [name for name in backends if name != ("nccl" if device.type == "cpu" else "shm")]
-    for name, wrap in (("DDP", ddp), ("lockstep", ours)):
+    for name, wrap in (("DDP", ddp), ("lockstep", replicated)):
         ways |= {f"{name}, {backend}": partial(wrap, backend=backend) for backend in suitable}
     return ways
 

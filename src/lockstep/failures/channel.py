@@ -37,6 +37,10 @@ GRACE_SECONDS = 1.0
 """Seconds that a rank that has lost its group waits to hear which rank failed."""
 LEFT_SECONDS = 1.0
 """Seconds that a rank waits for one that has left in good order, before that is an error."""
+UNKNOWN_END = (
+    "it may have failed, which its own output tells; an error that leaves `with lockstep.session():` or `with "
+    "lockstep.watch():` is shown here"
+)
 FAREWELL_SECONDS = 2.0
 """Seconds that ranks wait for each other when one has failed, so that each can say why before a launcher ends it."""
 
@@ -75,8 +79,8 @@ class FailureChannel:
         self.link_timeout = link_timeout
         self.failure: Failure | None = None
         """The first failure, if it is another rank's; or this rank's, if the others have given it up."""
-        self.left: dict[int, int] = {}
-        """The ranks that have left, in good order or after a failure, with the step after which they left."""
+        self.left: dict[int, Failure] = {}
+        """The ranks that have left, in good order or after a failure, with what is wrong if others still need them."""
         self.ended: set[int] = set()
         """The ranks whose process has ended without a message, or whose host is lost."""
         self.places: dict[int, Place] = {}
@@ -174,7 +178,7 @@ class FailureChannel:
         if self.left and time.monotonic() > max(since, self._left_at) + LEFT_SECONDS:
             gone = min((rank for rank in self.left if rank in ranks and rank != self.rank), default=None)
             if gone is not None:
-                self.report(Failure(gone, Kind.LEFT, self.left[gone], "tear-down"))
+                self.report(self.left[gone])
                 self.check()
 
     def error(self) -> PeerFailure:
@@ -194,8 +198,7 @@ class FailureChannel:
             while self.failure is None and not self.left and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
         if self.failure is None and self.left and not isinstance(error, PeerFailure):
-            gone = min(self.left)
-            self.report(Failure(gone, Kind.LEFT, self.left[gone], "tear-down"))
+            self.report(self.left[min(self.left)])
         return self.error() if self.failure is not None else None
 
     def when_failed(self, callback: Callable[[Failure], object]) -> None:
@@ -249,11 +252,13 @@ class FailureChannel:
 
     # ------------------------------------------------------------------------------------------ the end
 
-    def announce_end(self) -> None:
-        """Tell the others that this rank is done, in good order or after a failure."""
-        step = self.progress.step
-        self.left[self.rank] = step
-        self.tell("left", rank=self.rank, step=step)
+    def announce_end(self, closed: bool = True) -> None:
+        """Tell the others that this rank is done, in good order or after a failure; ``closed``: not because its program
+        has ended without closing its session."""
+        kind, why = (Kind.LEFT, "") if closed else (Kind.UNCLOSED, UNKNOWN_END)
+        left = Failure(self.rank, kind, self.progress.step, "tear-down", why)
+        self.left[self.rank] = left
+        self.tell("left", failure=left.to_json())
 
     def wait_for_others(self, timeout: float) -> bool:
         """Return True when all others are done, too; False if they are not after ``timeout`` seconds.
@@ -292,7 +297,8 @@ class FailureChannel:
             self._note_place(message["rank"], Place(**message["place"]))
         elif kind == "left":
             with self._changed:
-                self.left[message["rank"]] = message["step"]
+                left = Failure.from_json(message["failure"])
+                self.left[left.rank] = left
                 self._left_at = time.monotonic()
                 self._changed.notify_all()
         elif kind in self._handlers:

@@ -32,6 +32,8 @@ class Kind(StrEnum):
     """Its process ended without a message: killed, or by ``os._exit``."""
     LEFT = "left"
     """It has left in good order while others still need it."""
+    UNCLOSED = "unclosed"
+    """Its program has ended without closing its session or watch; nobody knows whether with an error."""
     STALLED = "stalled"
     """It is alive and makes no progress."""
     UNREACHABLE = "unreachable"
@@ -85,7 +87,7 @@ class Failure:
     def _place(self) -> str:
         if self.kind is Kind.ABSENT:
             return "to meet the others"
-        if self.kind is Kind.LEFT:
+        if self.kind in (Kind.LEFT, Kind.UNCLOSED):
             return f"after step {self.step}"
         if self.step is None:
             return ""
@@ -124,6 +126,7 @@ _VERBS = {
     Kind.RAISED: "failed",
     Kind.ENDED: "has ended without a word (its process was killed, crashed, or called os._exit)",
     Kind.LEFT: "has left the training in good order, while others still needed it,",
+    Kind.UNCLOSED: "has ended its program without closing its session or watch, while others still needed it,",
     Kind.STALLED: "makes no progress",
     Kind.UNREACHABLE: "cannot be reached",
     Kind.GAVE_UP: "gave up waiting for the other ranks",

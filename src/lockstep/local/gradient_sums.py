@@ -16,19 +16,19 @@ def summed(rows: Sequence[Sequence[Tensor | None]], owned: Sequence[bool]) -> li
     A row that is ``owned`` may be written to: nothing else refers to its tensors.
     """
     totals: list[Tensor | None] = [None] * len(rows[0])
-    ours = [False] * len(totals)
+    writable = [False] * len(totals)
     for row, own in zip(rows, owned, strict=True):
         into: list[Tensor] = []
         terms: list[Tensor] = []
         for i, grad in enumerate(row):
             total = totals[i]
             if grad is None or total is None:
-                totals[i], ours[i] = (total, ours[i]) if grad is None else (grad, own)
-            elif not grad.layout == total.layout == torch.strided or not (own or ours[i]):
-                totals[i], ours[i] = total + grad, True
+                totals[i], writable[i] = (total, writable[i]) if grad is None else (grad, own)
+            elif not grad.layout == total.layout == torch.strided or not (own or writable[i]):
+                totals[i], writable[i] = total + grad, True
             else:  # a sum of two is the same either way round
-                kept, added = (total, grad) if ours[i] else (grad, total)
-                totals[i], ours[i] = kept, True
+                kept, added = (total, grad) if writable[i] else (grad, total)
+                totals[i], writable[i] = kept, True
                 into.append(kept)
                 terms.append(added)
         if into:

@@ -139,9 +139,9 @@ class ReplicaBuffers:
 
     def _own_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the network's tensors for a replica: the same objects as last time, unless their data has moved."""
-        theirs, ours = self._shared
+        originals, shared = self._shared
         laid_out = layouts(tensors)
-        if not identical(tensors, theirs) or addresses(ours) != addresses(theirs) or laid_out != self._laid_out:
+        if not identical(tensors, originals) or addresses(shared) != addresses(originals) or laid_out != self._laid_out:
             self._shared = (tensors, [t.detach() for t in tensors])
             self._laid_out = laid_out
         return list(self._shared[1])

@@ -74,6 +74,7 @@ class Watch:
         self._connections = connections or Connections()
         self._process = os.getpid()
         self._ended = False
+        self._closed = True  # unless the end of the program ends the watch
 
     def check(self) -> None:
         """Raise :class:`PeerFailure` if another rank has failed; reads one attribute, and communicates nothing."""
@@ -97,7 +98,9 @@ class Watch:
     def end_with_the_program(self, end: Callable[[BaseException | None], object]) -> None:
         """Call ``end``, with the exception or None, when the program ends, unless the watch was ended before.
 
-        This does not use ``atexit``, which the processes of ``multiprocessing`` do not run.
+        This does not use ``atexit``, which the processes of ``multiprocessing`` do not run. A program that ends by
+        SystemExit does not tell the status here; processes of ``multiprocessing`` do not tell any exception from
+        Python 3.13 on. So the others are told that the watch was not closed.
         """
         if self.channel is None:
             return
@@ -115,8 +118,12 @@ class Watch:
             if sys.excepthook is told:
                 sys.excepthook = before
 
+        def end_of_program() -> None:
+            self._closed = False
+            end(sys.exception())
+
         sys.excepthook = told
-        last = Finalize(None, lambda: end(sys.exception()), exitpriority=0)
+        last = Finalize(None, end_of_program, exitpriority=0)
         self._resources.callback(forget)
 
     def end(self, error: BaseException | None = None, release: Callable[[], object] = lambda: None) -> None:
@@ -141,7 +148,7 @@ class Watch:
         if self._stalls is not None:
             self._stalls.close()
         try:
-            channel.announce_end()
+            channel.announce_end(self._closed or error is not None)
             channel.wait_until_told()
             if error is not None:
                 forget_failed_passes()

@@ -96,9 +96,9 @@ class _Trial:
             return Granularity.ELEMENT
         if not self._alone(reference):
             raise ShardingError(
-                f"{self._kind.__name__} updates a parameter of shape {tuple(self._like.shape)} differently if other "
-                "parameters are in its group: it works on all of them at once, or draws random numbers, so its state "
-                "cannot be sharded; use it as it is"
+                f"{self._kind.__name__} updates a parameter of shape {tuple(self._like.shape)} differently beside "
+                "others than alone: it works on all parameters at once, or draws random numbers, so its state cannot "
+                "be sharded; use it as it is"
             )
         return Granularity.PARAMETER
 

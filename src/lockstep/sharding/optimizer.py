@@ -33,6 +33,7 @@ class ShardedOptimizer(Optimizer):
 
     _sharding: Shards
     _sharding_replications: list[Replication]
+    _sharding_seen: list[weakref.ref[Replication]]
 
     @property
     def state(self) -> defaultdict[Any, Any]:
@@ -83,6 +84,9 @@ class ShardedOptimizer(Optimizer):
         """Return why no step can be taken, or an empty text."""
         if not any(parameter.grad is not None for parameter in parameters_of(self)):
             return ""
+        present = [weakref.ref(each) for each in replications()]
+        if present != self._sharding_seen:  # modules have been replicated since, or wrapped again
+            self._sharding_seen, (_, self._sharding_replications) = present, names_of(self)
         if any(each.has_local_gradients for each in self._sharding_replications):
             return (
                 "the gradients are those of one rank alone, since the last backward did not synchronise; let the last "
@@ -156,8 +160,14 @@ class ShardedOptimizer(Optimizer):
         their state is loaded."""
         super().add_param_group(param_group)
         if "_sharding" in vars(self):
-            names, _ = names_of(self)
-            check_names(self.param_groups[-1:], names)
+            names, found = names_of(self)
+            try:
+                check_names(self.param_groups[-1:], names)
+                check_groups(found)
+            except NotReplicableError:
+                del self.param_groups[-1]
+                raise
+            self._sharding_replications = found
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ShardingError(f"a sharded {type(self).__name__} cannot be copied: copy full_state_dict(optimizer)")
@@ -250,7 +260,7 @@ def _attach(optimizer: Optimizer, kind: type[Optimizer], shards: Shards, found: 
     own = vars(optimizer)
     del own["state"]
     own.pop("step", None)  # of a scheduler, which only notes that it was called
-    own.update(_sharding=shards, _sharding_replications=found)
+    own.update(_sharding=shards, _sharding_replications=found, _sharding_seen=[])
     optimizer.__class__ = _class_for(cast("Any", kind))
     optimizer._patch_step_function()
     sharded = cast("ShardedOptimizer", optimizer)
@@ -322,13 +332,18 @@ def _collectives_of(found: list[Replication]) -> Collectives:
     for replication in found:
         if not replication.ready:
             replication.start()
+    check_groups(found)
+    return Collectives(found[0].group, found[0].phases)
+
+
+def check_groups(found: Iterable[Replication]) -> None:
+    """Raise :class:`NotReplicableError` if modules are replicated over several process groups."""
     groups = list(dict.fromkeys(each.group for each in found))
     if len(groups) > 1:
         raise NotReplicableError(
             f"the parameters of this optimizer are in modules that are replicated over {len(groups)} process groups; "
             "give the modules of each group an optimizer of their own"
         )
-    return Collectives(groups[0], found[0].phases)
 
 
 @functools.cache

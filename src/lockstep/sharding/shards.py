@@ -368,8 +368,8 @@ class Shards:
         for number, group in enumerate(groups):
             options = {name: _plain(value) for name, value in group.items() if name != "params" and _is_compared(value)}
             lines += [(f"the options of parameter group {number}", str(options))]
-            have = bytes(p.grad is not None for p in group["params"])
-            lines += [(f"which parameters of group {number} have a gradient", have.hex())]
+            without = [place for place, p in enumerate(group["params"]) if p.grad is None]
+            lines += [(f"the places of the parameters of group {number} that have no gradient", str(without))]
         return [*lines, ("the parameters and their pieces", self._digest)]
 
     def _digest_places(self) -> str:

@@ -1,5 +1,8 @@
 """The gradients of a module's parameters, share by share, and their partial sums on this rank.
 
+With a ``reduce_dtype`` each share's gradient is rounded to it, and so is each sum of two of them: wherever the sums are
+cut to travel, the bits are the same.
+
 While a step is under way, ``param.grad`` is the gradient of the share under way alone. The gradient from before the
 step is set aside, and the step's gradient is added to it.
 
@@ -14,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.distributed.comm.half_precision import travels_in_half
 from lockstep.distributed.reduction.engine import check_optimizers
 from lockstep.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.errors import NotReplicableError
@@ -24,8 +28,11 @@ Values = list[Tensor | None]
 """A value for each parameter; None if nothing was added."""
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values are added: float32 for half precision."""
+def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype in which values are added: ``reduce_dtype`` for what travels in it, or float32 for half
+    precision."""
+    if reduce_dtype is not None and travels_in_half(dtype, reduce_dtype):
+        return reduce_dtype
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -37,10 +44,15 @@ class ShareGradients:
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, Parameter]], arrived: Callable[[int], None], spare: SpareMemory
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        arrived: Callable[[int], None],
+        spare: SpareMemory,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        self._reduce_dtype = reduce_dtype
         self._spare = spare
         weak = WeakMethod(arrived)
         self._handles = [
@@ -85,7 +97,7 @@ class ShareGradients:
     def add(self, share: int, place: Callable[[int, Values], None] | None = None) -> None:
         """End a share: take its gradients, and add them to the partial sums. ``place(share, values)`` may copy them to
         the memory that they are sent from; there the last parameter's value comes first."""
-        values = self._widened(self._take())
+        values = self._to_sum(self._take())
         if place is not None:
             placed = values[::-1]
             place(share, placed)
@@ -95,7 +107,7 @@ class ShareGradients:
 
     def add_last(self, share: int) -> None:
         """End the last share of this rank: take its gradients, which are added on their way to other ranks."""
-        self._last = share, self._widened(self._take())
+        self._last = share, self._to_sum(self._take())
 
     def take_terms(self) -> list[list[Values]]:
         """Return the partial sums as they are sent, each as terms, the last parameter's value first. They belong to the
@@ -139,7 +151,7 @@ class ShareGradients:
     def _new_sums(self) -> PartialSums[Values]:
         return PartialSums(lambda _, left, __, right: add_values(left, right, self._spare))
 
-    def _widened(self, gradients: Values) -> Values:
+    def _to_sum(self, gradients: Values) -> Values:
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -149,7 +161,9 @@ class ShareGradients:
                     "add; use sparse=False"
                 )
             detached = local_part(gradient.detach())
-            gradients[number] = detached.to(sum_dtype(detached.dtype))
+            gradients[number] = value = detached.to(sum_dtype(detached.dtype, self._reduce_dtype))
+            if value is not detached:
+                self._spare.keep([detached])
         return gradients
 
     @property
@@ -173,6 +187,7 @@ class ShareGradients:
         """End the step: set the gradients to the sum over all shares, divided, plus what they were before."""
         assert self._before is not None
         before, self._before = self._before, None
+        total = [None if value is None else value.to(sum_dtype(value.dtype)) for value in total]
         present = [value for value in total if value is not None]
         if present and divisor != 1:
             torch._foreach_div_(present, divisor)

@@ -40,12 +40,13 @@ from lockstep.shares.spare import SpareMemory
 class _Watch:
     """Observes the replicated parameters and buffers of a module."""
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: Selection, reduce_dtype: torch.dtype | None) -> None:
         self._selection = selection
+        self._reduce_dtype = reduce_dtype
 
     def look(self) -> Members:
         """Return the present parameters and buffers."""
-        members = Members(self._selection.contents())
+        members = Members(self._selection.contents(), self._reduce_dtype)
         self._slots = SlotSnapshot([owner for _, owner in self._selection.owners()])
         self._buffers = self._selection.buffers()
         self._parameters = [parameter for _, parameter in members.parameters]
@@ -74,10 +75,12 @@ class ShareModule:
         collectives: Collectives,
         shares: int,
         loss: Loss,
+        reduce_dtype: torch.dtype | None,
         compares_values: bool,
     ) -> None:
         self._selection = selection
-        self._watch = _Watch(selection)
+        self._watch = _Watch(selection, reduce_dtype)
+        self._reduce_dtype = reduce_dtype
         self._collectives = collectives
         self._group_state = state_of(collectives.group)
         self._decisions = decisions_of(collectives.group)
@@ -104,12 +107,12 @@ class ShareModule:
         self._expected_precision: str | None = None
         self._take(self._watch.look())
         self.agreement = Agreement(self._members, collectives, compares_values)
-        self.settings = settings_of(self.devices)
+        self.settings = {**settings_of(self.devices), "reduce_dtype": str(reduce_dtype)}
 
     def _take(self, members: Members) -> None:
         self._members = members
         self._spare = SpareMemory()
-        self._gradients = ShareGradients(members.trained, self._arrived, self._spare)
+        self._gradients = ShareGradients(members.trained, self._arrived, self._spare, self._reduce_dtype)
         self._buffers = ShareBuffers(members.buffers)
         self._own = {id(parameter) for _, parameter in members.parameters}
         self._used_before: list[int] | None = None

@@ -34,8 +34,9 @@ from lockstep.shares.spare import SpareMemory
 class Members:
     """The replicated parameters and buffers of a module at one moment."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, reduce_dtype: torch.dtype | None) -> None:
         self._contents = contents
+        self._reduce_dtype = reduce_dtype
         self.parameters: Sequence[tuple[str, Parameter]] = contents.parameters
         self.buffers: Sequence[Buffer] = contents.buffers
         self.trained = [(name, parameter) for name, parameter in contents.parameters if parameter.requires_grad]
@@ -61,9 +62,10 @@ class Members:
     def specs(self) -> list[TensorSpec]:
         """The layouts in which gradients are added, from the last parameter to the first."""
         local = [(name, local_part(parameter)) for name, parameter in reversed(self.trained)]
+        dtypes = [sum_dtype(p.dtype, self._reduce_dtype) for _, p in local]
         return [
-            TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), sum_dtype(p.dtype), p.device)
-            for name, p in local
+            TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), dtype, p.device)
+            for (name, p), dtype in zip(local, dtypes, strict=True)
         ]
 
 
@@ -133,8 +135,8 @@ class Agreement:
             if not head.differs:
                 changed = next(other for other, each in zip(ranks, heads, strict=True) if each.differs)
                 raise AgreementError(
-                    f"rank {changed} computes {step} with something else than the step before, and rank {rank} with "
-                    "the same: another number of shares, or parameters on other devices; change it on all ranks alike"
+                    f"rank {changed} has changed its module between {step} and the step before, and rank {rank} has "
+                    "not: the number of shares, or the devices of parameters; make the same change on all ranks"
                 )
         if self._compares_values:
             check_equal_values([members.parameters[number] for number in new], self._collectives)
@@ -180,8 +182,8 @@ class Agreement:
             with_one, without = (self._collectives.global_ranks[looks.index(kind)] for kind in (True, False))
             raise AgreementError(
                 f"rank {with_one} compares values in this step, as check_in_sync(model, every=...) asks for, and rank "
-                f"{without} does not: it has been asked for something else, or has finished another number of steps. "
-                "Load the same training state on every rank, and call check_in_sync() on all"
+                f"{without} does not: its value of every is different, or it has finished a different number of "
+                "steps. Load the same training state on every rank, and call check_in_sync() in the same way on all"
             )
         assert self._watch is not None
         told = [(PARAMETERS_AND_BUFFERS, head.values) for head in heads]

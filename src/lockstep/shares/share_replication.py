@@ -55,6 +55,7 @@ class ShareReplication(Replication):
         devices = {parameter.device for _, parameter in contents.parameters}
         lines = [
             Line("shares", f"{self._shares}, loss {self._loss!r}"),
+            Line("option reduce_dtype", str(self.options.reduce_dtype)),
             Line("modules that are replicated with shares before", str(world_of(collectives.group).joined)),
             *describe_settings(settings_of(devices)),
             *contents.describe(),
@@ -62,7 +63,14 @@ class ShareReplication(Replication):
         check_same_on_all_ranks(lines, collectives, error=error)
 
     def _synchronise(self, contents: Contents, collectives: Collectives, agreed: None) -> None:
-        module = ShareModule(self._selection, collectives, self._shares, self._loss, self.options.init_sync)
+        module = ShareModule(
+            self._selection,
+            collectives,
+            self._shares,
+            self._loss,
+            self.options.reduce_dtype,
+            self.options.init_sync,
+        )
         self._world = world_of(collectives.group)
         self._module = module
         self._world.join(module)
@@ -161,11 +169,10 @@ _WITHOUT = {
 
 def _check_options(options: Options) -> None:
     """Raise :class:`OptionError` for options that have no meaning with shares."""
-    if options.reduce_dtype is not None:
+    if options.reduce_dtype is torch.float16:
         raise OptionError(
-            f"replicate() got reduce_dtype={options.reduce_dtype} beside shares: sums of some shares travel, of others "
-            "on each number of ranks, so what is rounded would depend on that number, and the bits with it. Leave out "
-            "one of the two"
+            "replicate() got reduce_dtype=torch.float16 beside shares: gradients of shares are added before they are "
+            "divided, so a sum may be too large for float16; use torch.bfloat16"
         )
     for name, usual in _WITHOUT.items():
         if getattr(options, name) != usual:

@@ -71,6 +71,6 @@ def check_settings(before: Mapping[str, str], now: Mapping[str, str], rank: int,
         if now.get(name, value) != value:
             advice = _ADVICE.get(name, "set it as it was").format(value, value)
             raise AgreementError(
-                f"rank {rank}: {since} {name} was {value}, now it is {now[name]}, so that the same step gives other "
-                f"bits; {advice}, or begin another run"
+                f"rank {rank}: {since} {name} was {value}, now it is {now[name]}, which changes the bits of each step; "
+                f"{advice}, or begin another run"
             )

@@ -39,7 +39,7 @@ from lockstep.run_all import RunAll
 from lockstep.wrapper import is_of_module, naming_options
 
 M = TypeVar("M", bound=Module)
-_PyTorchs: Any = TorchDistributedDataParallel  # for isinstance; its annotations are not ours
+_PyTorchs: Any = TorchDistributedDataParallel  # for isinstance; its annotations do not count
 
 
 @refusing(TorchDistributedDataParallel, INSTEAD)
