@@ -39,6 +39,7 @@ with lockstep.session(device="cpu", stop_signals=(signal.SIGTERM, signal.SIGUSR1
             run.save(FOLDER / "run", **state)
             stopped = True
             break
-    if run.is_main and not stopped:
-        print(f"fingerprint {lockstep.shares.fingerprint(model, optimizer)} after step {run.step}", flush=True)
+    told = f"fingerprint {lockstep.shares.fingerprint(model, optimizer)} after step {run.step}"
+if run.is_main and not stopped:
+    print(told, flush=True)
 sys.exit(3 if stopped else 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launchers import ray_cluster
+from lockstep.checkpoints.memory import MemoryFolder
 
 pytestmark = pytest.mark.launchers
 HERE = Path(__file__).parent
@@ -124,7 +125,7 @@ def test_workers_that_ray_starts_again_go_on_from_memory(cluster, tmp_path):
     killed, undisturbed = re.findall(r"^fingerprint (\w+)$", ended.stdout, re.M) or [ended.stderr[-4000:], ""]
     assert killed == undisturbed
     assert (tmp_path / "7" / "starts").read_text().splitlines() == ["0 None", "6 dev"]  # from /dev/shm
-    assert not list(Path("/dev/shm").glob("lockstep-*/run-*"))
+    assert not any(MemoryFolder.of(tmp_path / kill / "run").folder.exists() for kill in ("7", "0"))
 
 
 def worlds(steps: Path) -> list[int]:
