@@ -256,6 +256,50 @@ def test_a_rank_that_is_killed_in_its_step_leaves_an_optimizer_that_says_so():
     assert first.result, first
 
 
+def killed_while_weights_are_gathered(rank):
+    streams.CHUNK_BYTES = 1024
+    model = lockstep.replicate(rank.make(network))
+    optimizer = made(lambda p: torch.optim.SGD(p, lr=0.1), model, True)
+    backward(rank, model, 2)
+    if rank.rank:
+        own = optimizer._sharding._bound.moves[1]
+        own.copy_in = lambda number, _: number == 3 and os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommunicationError, match=r"\brank(\(s\))? [01]\b"):
+        optimizer.step()
+    with pytest.raises(ShardingError, match="step 1 of the optimizer was cut short"):
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_rank_that_is_killed_while_weights_are_gathered_is_an_error_on_the_others(backend):
+    first, second = run_processes(2, killed_while_weights_are_gathered, errors=True, group_timeout=10, backend=backend)
+    assert first.result, first
+    assert second.returncode == -signal.SIGKILL
+
+
+def test_an_error_while_weights_are_gathered_in_shared_memory_is_one_on_every_rank(monkeypatch):
+    monkeypatch.setattr(streams, "CHUNK_BYTES", 1024)
+
+    def failing(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        backward(rank, model, 0)
+        if rank.rank:
+            optimizer._sharding._bound.moves[0].copy_out = fail
+        with pytest.raises(CommunicationError, match=r"ValueError.*on purpose"):
+            optimizer.step()
+        with pytest.raises(ShardingError, match="step 1 of the optimizer was cut short"):
+            optimizer.step()
+
+    run_ranks(2, failing, hosts="aa")
+
+
+def fail(number, _):
+    if number == 2:
+        raise ValueError("on purpose")
+
+
 # ------------------------------------------------------------------------------------- what is refused
 
 
