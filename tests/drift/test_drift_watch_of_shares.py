@@ -377,7 +377,7 @@ def test_a_training_state_that_only_one_rank_has_loaded_is_told():
     for errors in run_ranks(2, train, 3, load):
         assert [error is None for error in errors] == [True, True, False, False, True, True]
         assert errors[2].startswith("AgreementError: rank 0 compares values in this step")
-        assert "and rank 1 does not: it has been asked for something else, or has finished another number" in errors[2]
+        assert "and rank 1 does not: its value of every is different, or it has finished a different" in errors[2]
 
 
 def test_numbers_that_differ_are_told():
