@@ -31,14 +31,21 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def flat_gradient(parameter: Tensor, name: str) -> Tensor:
     """Return the gradient of a parameter in the memory order of the parameter; a view where that is possible."""
-    grad = parameter.grad
-    if type(grad) is Tensor and grad.layout is torch.strided and grad.is_contiguous() and parameter.is_contiguous():
-        return grad.detach().view(-1)  # nearly all are such, and this is done for each in each step
     local = gradient_of(parameter, name)
     own = local_part(parameter)
     if local.stride() != own.stride() and not (local.is_contiguous() and own.is_contiguous()):
         local = torch.empty_like(own, dtype=local.dtype).copy_(local)
     return flat(local)
+
+
+def is_like(gradient: Tensor, tensor: Tensor) -> bool:
+    """Return True if a gradient has the layout of a dense tensor, and is no tensor of another class."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and gradient.shape == tensor.shape
+        and gradient.stride() == tensor.stride()
+    )
 
 
 def gradient_of(parameter: Tensor, name: str) -> Tensor:

@@ -12,8 +12,8 @@ A step goes in this order, on every rank:
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -34,6 +34,7 @@ from lockstep.sharding.pieces import (
     flat,
     flat_gradient,
     gradient_of,
+    is_like,
     is_same_order,
     memory_order,
 )
@@ -57,7 +58,8 @@ class OwnPiece(NamedTuple):
 
     piece: Piece
     tensor: Tensor
-    """A view of the parameter's memory: what the twin has in its groups."""
+    """A view of the parameter's memory, what the twin has in its groups: in the parameter's shape if the piece is all
+    of it, else flat."""
 
 
 class _Bound(NamedTuple):
@@ -86,7 +88,7 @@ class Shards:
         self._kind = kind
         self._step = step_of(kind)
         self._numbers: dict[int, int] = {}
-        self._tensors: dict[int, list[OwnPiece]] = {}
+        self._tensors: dict[int, Tensor] = {}  # by the parameter's id
         self._bound = _Bound([], [], None, [])
         self._trials = Trials(self.twin, kind)
         self._has_dtensors = False
@@ -160,9 +162,7 @@ class Shards:
         self.own = [OwnPiece(piece, self._view(piece)) for piece in self.by_rank[self.rank]]
         moved = {own.tensor: state.pop(former[own.piece]) for own in self.own if former.get(own.piece) in state}
         state.update(moved)
-        self._tensors = {}
-        for own in self.own:
-            self._tensors.setdefault(id(self.placed[own.piece.number].parameter), []).append(own)
+        self._tensors = {id(self.placed[own.piece.number].parameter): own.tensor for own in self.own}
         self._bound = _Bound(self._addresses(), orders, *self._streams())
 
     def _check_apart(self) -> None:
@@ -179,7 +179,7 @@ class Shards:
     def _view(self, piece: Piece) -> Tensor:
         placed = self.placed[piece.number]
         local = local_part(placed.parameter.detach())
-        return local if placed.is_whole else flat(local)[piece.start : piece.stop]
+        return local if piece.stop - piece.start == local.numel() else flat(local)[piece.start : piece.stop]
 
     def _streams(self) -> tuple[Streams | None, list[Moves]]:
         if self.collectives.world == 1:
@@ -269,11 +269,9 @@ class Shards:
     def _set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Give the twin the groups as they are now, over this rank's pieces."""
         self.twin.param_groups[:] = [
-            {**group, "params": [own.tensor for own in chain.from_iterable(self._own_of(group))]} for group in groups
+            {**group, "params": [self._tensors[id(p)] for p in group["params"] if id(p) in self._tensors]}
+            for group in groups
         ]
-
-    def _own_of(self, group: dict[str, Any]) -> Iterator[list[OwnPiece]]:
-        return (self._tensors.get(id(parameter), []) for parameter in group["params"])
 
     def _check_kinds(self) -> None:
         for placed in self.placed:
@@ -297,16 +295,17 @@ class Shards:
                 )
 
     def _take_gradients(self) -> None:
-        for placed_id, pieces in self._tensors.items():
-            placed = self.placed[self._numbers[placed_id]]
-            if placed.parameter.grad is None:
+        for piece, tensor in self.own:
+            placed = self.placed[piece.number]
+            gradient = placed.parameter.grad
+            if gradient is None:
                 continue
             if placed.is_whole:
-                pieces[0].tensor.grad = gradient_of(placed.parameter, placed.name)
-                continue
-            gradient = flat_gradient(placed.parameter, placed.name)
-            for own in pieces:
-                own.tensor.grad = gradient[own.piece.start : own.piece.stop]
+                gradient = gradient_of(placed.parameter, placed.name)
+            elif not is_like(gradient, tensor):
+                gradient = flat_gradient(placed.parameter, placed.name)[piece.start : piece.stop]
+                gradient = gradient.as_strided(tensor.shape, tensor.stride())
+            tensor.grad = gradient
 
     def _drop_gradients(self) -> None:
         for own in self.own:

@@ -7,6 +7,7 @@ bounded by two chunks of every rank.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,35 +25,46 @@ class Moves:
 
     def __init__(self, places: Sequence[Tensor], chunk: int, offset: int = 0) -> None:
         """``places`` are flat tensors of bytes, which follow each other in the stream from byte ``offset`` on."""
-        self.chunks: dict[int, tuple[list[Tensor], list[slice]]] = {}
+        self._chunks: dict[int, _Filled] = {}
         for place in places:
-            for number, here, there in _parts(offset, place.numel(), chunk):
-                tensors, slices = self.chunks.setdefault(number, ([], []))
-                tensors.append(place[here])
-                slices.append(there)
+            for number, begin, here in _parts(offset, place.numel(), chunk):
+                self._chunks.setdefault(number, _Filled(begin, [])).tensors.append(place[here])
             offset += place.numel()
 
     def copy_in(self, number: int, buffer: Tensor) -> None:
         """Copy from the places into the buffer of a chunk."""
-        tensors, slices = self.chunks.get(number, ([], []))
-        if tensors:
-            torch._foreach_copy_([buffer[each] for each in slices], tensors)
+        if number in self._chunks:
+            filled = self._chunks[number]
+            torch._foreach_copy_(filled.views(buffer), filled.tensors)
 
     def copy_out(self, number: int, buffer: Tensor) -> None:
         """Copy from the buffer of a chunk to the places."""
-        tensors, slices = self.chunks.get(number, ([], []))
-        if tensors:
-            torch._foreach_copy_(tensors, [buffer[each] for each in slices])
+        if number in self._chunks:
+            filled = self._chunks[number]
+            torch._foreach_copy_(filled.tensors, filled.views(buffer))
 
 
-def _parts(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield for each chunk that holds some of ``nbytes`` bytes from ``offset`` on its number, which of the bytes it
-    holds, and where they are in it."""
+class _Filled(NamedTuple):
+    """What a chunk holds."""
+
+    begin: int
+    tensors: list[Tensor]
+    """Parts of the places, which follow each other in the chunk from byte ``begin`` on."""
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the parts of a buffer that belong to the tensors."""
+        sizes = [tensor.numel() for tensor in self.tensors]
+        return list(buffer[self.begin : self.begin + sum(sizes)].split_with_sizes(sizes))
+
+
+def _parts(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int, slice]]:
+    """Yield for each chunk that holds some of ``nbytes`` bytes from ``offset`` on its number, where in it they begin,
+    and which of the bytes it holds."""
     begin = 0
     while begin < nbytes:
         number, within = divmod(offset + begin, chunk)
         end = min(nbytes, begin + chunk - within)
-        yield number, slice(begin, end), slice(within, within + end - begin)
+        yield number, within, slice(begin, end)
         begin = end
 
 
@@ -62,11 +74,15 @@ class Streams:
     def __init__(self, lengths: Sequence[int], collectives: Collectives, device: torch.device) -> None:
         """``lengths`` are the numbers of bytes of each rank's stream, without its head."""
         self._collectives = collectives
-        self._device = device
         self.chunk = min(CHUNK_BYTES, _rounded(HEAD_BYTES + max(lengths)))
         """Number of bytes of a chunk."""
         self.count = -(-(HEAD_BYTES + max(lengths)) // self.chunk)
         """Number of chunks."""
+        self._gathers_in_chunks = device.type == "cpu" and collectives.shares_memory
+        size = 0 if self._gathers_in_chunks else self.chunk * collectives.world
+        # Kept, since memory that is freed in each step goes back to the system, with some of the next forward's.
+        self._both = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, self.count))]
+        self._of_ranks = [each.view(collectives.world, -1).unbind() for each in self._both]
 
     def moves(self, places: Sequence[Tensor]) -> Moves:
         """Return the copies between a stream and flat tensors of bytes."""
@@ -79,7 +95,7 @@ class Streams:
         ranks share memory.
         """
         chunks = _Chunks(self, own, targets, mark)
-        if self._device.type == "cpu" and self._collectives.shares_memory:
+        if self._gathers_in_chunks:
             self._collectives.gather_in_chunks(chunks, what).wait()
         else:
             self._gather_one_by_one(chunks, what)
@@ -87,12 +103,10 @@ class Streams:
 
     def _gather_one_by_one(self, chunks: "_Chunks", what: str) -> None:
         """Copy a chunk while the next one is under way; but nothing before all marks are known."""
-        rank, size = self._collectives.rank, self.chunk * self._collectives.world
-        both = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, self.count))]
-        buffers: list[Sequence[Tensor]] = [each.view(-1, self.chunk).unbind() for each in both]
+        rank, buffers = self._collectives.rank, self._of_ranks
 
         def begin(number: int) -> Pending:
-            of_all, own = both[number % 2], buffers[number % 2][rank]
+            of_all, own = self._both[number % 2], buffers[number % 2][rank]
             return self._collectives.all_gather_flat(of_all, own, f"{what}, chunk {number + 1}")
 
         chunks.put(0, buffers[0][rank])

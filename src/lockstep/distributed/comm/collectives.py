@@ -31,6 +31,8 @@ _SLICE = timedelta(seconds=0.2)
 """Time between two checks, while a rank waits, for a failure of another rank."""
 _GROUPS_OWN_TIMEOUT = timedelta(0)
 """What PyTorch passes for no timeout of the call; works written in Python expect the argument."""
+_DIRECT_BYTES = 64 * 1024
+"""Bytes of a rank, for each other rank, from which on :meth:`Collectives._gather_directly` is faster on Gloo."""
 
 
 class _ExitDelay:
@@ -64,8 +66,8 @@ _exit_delay = _ExitDelay()
 class Pending:
     """A collective under way."""
 
-    def __init__(self, work: Any, what: str, owner: "Collectives") -> None:
-        self._work = work
+    def __init__(self, works: Sequence[Any], what: str, owner: "Collectives") -> None:
+        self.works = works
         self._what = what
         self._owner = owner
 
@@ -73,11 +75,12 @@ class Pending:
         """Return when the tensor holds the result (for the current stream, on devices with streams)."""
         watcher = self._owner.watcher if watchers else None
         try:
-            if watcher is None:
-                self._work.wait(_GROUPS_OWN_TIMEOUT)
-            else:
-                with watcher.waiting(self._what):
-                    self._owner.wait_watched(self._work, watcher)
+            for work in self.works:
+                if watcher is None:
+                    work.wait(_GROUPS_OWN_TIMEOUT)
+                else:
+                    with watcher.waiting(self._what):
+                        self._owner.wait_watched(work, watcher)
         except PeerFailure:
             raise
         except RuntimeError as error:
@@ -86,7 +89,7 @@ class Pending:
 
     def done(self) -> bool:
         """Return True if :meth:`wait` would return immediately."""
-        return bool(self._work.is_completed())
+        return all(work.is_completed() for work in self.works)
 
 
 class Collectives:
@@ -285,11 +288,36 @@ class Collectives:
         return gathered
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Start to gather one-dimensional tensors, of the same length on all ranks, into one."""
-        options = AllgatherOptions()
-        options.asyncOp = True
+        """Start to gather one-dimensional tensors, of the same length on all ranks, into one.
+
+        ``tensor`` may be this rank's part of ``output``.
+        """
+        output, tensor = _real(output), _real(tensor)
         with self.phases.phase("collective", f"all_gather, {what}"):
-            return self._begin(what, lambda: self.group._allgather_base(_real(output), _real(tensor), options))
+            if self._in_slices and tensor.device.type == "cpu" and tensor.nbytes >= (self.world - 1) * _DIRECT_BYTES:
+                return self._gather_directly(output.view(self.world, -1).unbind(), tensor, what)
+            options = AllgatherOptions()
+            options.asyncOp = True
+            return self._begin(what, self.group._allgather_base, output, tensor, options)
+
+    def _gather_directly(self, parts: Sequence[Tensor], tensor: Tensor, what: str) -> Pending:
+        """Gather by all-to-alls over Gloo, each of which sends to one rank and receives from one.
+
+        They send from and receive into the tensors themselves. Gloo's all-gather copies its output twice more, and
+        takes 1.5 times as long.
+        """
+        if parts[self.rank].data_ptr() != tensor.data_ptr():
+            parts[self.rank].copy_(tensor)
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        works: list[Any] = []
+        for distance in range(1, self.world):
+            target, source = (self.rank + distance) % self.world, (self.rank - distance) % self.world
+            sent, received = [0] * self.world, [0] * self.world
+            sent[target] = received[source] = tensor.numel()
+            begun = self._begin(what, self.group.alltoall_base, parts[source], tensor, received, sent, options)
+            works += begun.works
+        return Pending(works, what, self)
 
     def gather_in_chunks(self, chunks: Chunks, what: str) -> Pending:
         """Start to gather chunks between ranks that share memory: see :class:`~lockstep.abilities.Abilities`."""
@@ -348,7 +376,7 @@ class Collectives:
             raise self.failure(what, error) from error
         if work is None:
             raise CommunicationError(f"{what}: this process is not in the process group it was given")
-        return Pending(work, what, self)
+        return Pending((work,), what, self)
 
     def _place(self) -> str:
         if list(self.global_ranks) == list(range(self.world)):
