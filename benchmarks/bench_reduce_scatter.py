@@ -2,7 +2,8 @@
 
 A sharded optimizer needs of the mean of all gradients only the slice on which its rank steps, and sends the weights in
 an all-gather. With a reduce-scatter of the gradients it would send the bytes of one all-reduce in all, if the backend's
-reduce-scatter sends half of those of its all-reduce. Beside the all-gather are broadcasts, one of each rank's slice.
+reduce-scatter sends half of those of its all-reduce. Beside the backend's all-gather are broadcasts, one of each rank's
+slice, and lockstep's all-gather, which between two ranks over Gloo is an all-to-all.
 
 Link: ranks are processes, each on a host of its own: a network namespace, which sends 200 Mbit/s (``tc``; needs root).
 The tensor has 8 MB. "sent" is what leaves the first rank's host, by the counter of its link.
@@ -29,6 +30,8 @@ from harness import arguments, mib, ms, ratio, table
 from rank_processes import launch
 
 import lockstep  # registers shm
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.phases import Phases
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -38,7 +41,8 @@ assert lockstep
 MEGABITS = 200
 ALL_REDUCE, REDUCE_SCATTER = "all-reduce", "reduce-scatter"
 ALL_GATHER, BROADCASTS = "all-gather", "broadcasts, one of each rank"
-COMPARED = ((REDUCE_SCATTER, ALL_REDUCE), (BROADCASTS, ALL_GATHER))
+DIRECT = "all-gather of lockstep"
+COMPARED = ((REDUCE_SCATTER, ALL_REDUCE), (BROADCASTS, ALL_GATHER), (DIRECT, ALL_GATHER))
 
 
 def collectives(group: Any, numel: int) -> dict[str, Callable[[], object]]:
@@ -47,6 +51,7 @@ def collectives(group: Any, numel: int) -> dict[str, Callable[[], object]]:
     numel = numel // world * world
     whole = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
     gathered, part = torch.empty(numel), torch.empty(numel // world)
+    ours = Collectives(group, Phases())
 
     def broadcasts() -> None:
         begun = [
@@ -61,6 +66,7 @@ def collectives(group: Any, numel: int) -> dict[str, Callable[[], object]]:
         REDUCE_SCATTER: lambda: group._reduce_scatter_base(part, whole).wait(),
         ALL_GATHER: lambda: group._allgather_base(gathered, part).wait(),
         BROADCASTS: broadcasts,
+        DIRECT: lambda: ours.all_gather_flat(gathered, part, "parts").wait(),
     }
 
 

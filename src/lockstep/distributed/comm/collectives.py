@@ -31,8 +31,9 @@ _SLICE = timedelta(seconds=0.2)
 """Time between two checks, while a rank waits, for a failure of another rank."""
 _GROUPS_OWN_TIMEOUT = timedelta(0)
 """What PyTorch passes for no timeout of the call; works written in Python expect the argument."""
-_DIRECT_BYTES = 64 * 1024
-"""Bytes of a rank, for each other rank, from which on :meth:`Collectives._gather_directly` is faster on Gloo."""
+_SWAPPED_BYTES = 1024 * 1024
+"""Size of the largest message of :meth:`Collectives._swap`: Gloo sends messages up to this in both directions at
+once."""
 
 
 class _ExitDelay:
@@ -294,29 +295,29 @@ class Collectives:
         """
         output, tensor = _real(output), _real(tensor)
         with self.phases.phase("collective", f"all_gather, {what}"):
-            if self._in_slices and tensor.device.type == "cpu" and tensor.nbytes >= (self.world - 1) * _DIRECT_BYTES:
-                return self._gather_directly(output.view(self.world, -1).unbind(), tensor, what)
+            if self._in_slices and self.world == 2 and tensor.device.type == "cpu":
+                return self._swap(output.view(2, -1), tensor, what)
             options = AllgatherOptions()
             options.asyncOp = True
             return self._begin(what, self.group._allgather_base, output, tensor, options)
 
-    def _gather_directly(self, parts: Sequence[Tensor], tensor: Tensor, what: str) -> Pending:
-        """Gather by all-to-alls over Gloo, each of which sends to one rank and receives from one.
+    def _swap(self, parts: Tensor, tensor: Tensor, what: str) -> Pending:
+        """Gather between two ranks over Gloo by all-to-alls, which send and receive in place.
 
-        They send from and receive into the tensors themselves. Gloo's all-gather copies its output twice more, and
-        takes 1.5 times as long.
+        Gloo's all-gather copies all that it gathers twice more, and sends large messages in one direction after the
+        other. With more ranks its ring is faster (``bench_reduce_scatter.py``).
         """
-        if parts[self.rank].data_ptr() != tensor.data_ptr():
-            parts[self.rank].copy_(tensor)
+        mine, other = self.rank, 1 - self.rank
+        if parts[mine].data_ptr() != tensor.data_ptr():
+            parts[mine].copy_(tensor)
         options = dist.AllToAllOptions()
         options.asyncOp = True
         works: list[Any] = []
-        for distance in range(1, self.world):
-            target, source = (self.rank + distance) % self.world, (self.rank - distance) % self.world
-            sent, received = [0] * self.world, [0] * self.world
-            sent[target] = received[source] = tensor.numel()
-            begun = self._begin(what, self.group.alltoall_base, parts[source], tensor, received, sent, options)
-            works += begun.works
+        size = _SWAPPED_BYTES // tensor.element_size()
+        for sent, received in zip(tensor.split(size), parts[other].split(size), strict=True):
+            numels = [0, 0]
+            numels[other] = sent.numel()
+            works += self._begin(what, self.group.alltoall_base, received, sent, numels, numels, options).works
         return Pending(works, what, self)
 
     def gather_in_chunks(self, chunks: Chunks, what: str) -> Pending:
