@@ -260,6 +260,8 @@ class Use:
         self.stepping: set[Any] = set()
         """Parameters, of the plain copies, with an optimizer in a gradient hook."""
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.flats: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Parameters, and a tensor of the program of which their gradient was once made a part."""
         self.hook = CommHook()
         """The communication hook of all modules, if they have one."""
         own = setting.own_groups
@@ -306,9 +308,12 @@ class Use:
         if zero is not None:
             self.zero(zero)
         self._mirror(losses, sync, times, called=_called(calls))
+        own = self._in_own_memory()
         with self._no_sync() if not sync else contextlib.nullcontext():
             for left in reversed(range(times)):
                 loss.backward(retain_graph=left > 0)
+        for p, address in own:
+            assert p.grad is None or p.grad.data_ptr() == address, "a gradient has left the memory of the program"
         self._train(True)
 
     def whole(self, seed: int, steps: int) -> None:
@@ -847,6 +852,25 @@ class Use:
         self.kept = [(grad, grad.clone()) for grad in grads]
         self.zero(True)
 
+    def own_grads(self, module: int) -> None:
+        """Let gradients lie in larger tensors of the program, as those of optimizers with one flat tensor do."""
+        for _, nets in self._all():
+            for p in nets[module].parameters():
+                flat = torch.zeros(p.numel() + 1, dtype=p.dtype)
+                if p.grad is not None:
+                    flat[1:] = p.grad.flatten()
+                p.grad = flat[1:].view_as(p)
+                if nets is self.mine:
+                    self.flats.append((p, flat))
+
+    def _in_own_memory(self) -> list[tuple[nn.Parameter, int]]:
+        """The parameters whose gradient lies in memory of the program, and its address."""
+        return [
+            (p, p.grad.data_ptr())
+            for p, flat in self.flats
+            if p.grad is not None and p.grad.untyped_storage().data_ptr() == flat.data_ptr()
+        ]
+
     def step_in_backward(self, module: int, layer: int) -> None:
         """Let a gradient hook step, as soon as the gradient is there."""
         weights = [nets[module].layers[layer % len(nets[module].layers)].weight for _, nets in self._all()]
@@ -1257,6 +1281,7 @@ OPERATIONS: list[Draw] = [
     _one(lambda p: f"use.retype({p.chance.randrange(p.modules)})"),
     _one(lambda p: f"use.weight_norm({p.layer()})"),
     Programs.shift,
+    _one(lambda p: f"use.own_grads({p.chance.randrange(p.modules)})"),
 ]
 
 

@@ -196,9 +196,13 @@ class ShareGradients:
 
 
 def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tensor:
-    """Return a gradient of the parameter's dtype and layout: the value plus the earlier one, rounded once."""
+    """Return a gradient of the parameter's dtype and layout: the value plus the earlier one, rounded once. That is the
+    earlier tensor, with the new values, since the program may read its memory (``reduction/kept_gradients.py``)."""
     if earlier is not None:
         value = value.add_(local_part(earlier.detach()))
+        if not earlier.is_sparse:
+            local_part(earlier).copy_(value)
+            return earlier
     like = torch.empty_like(local_part(parameter))  # has the layout of a gradient, wherever values were added
     if value.dtype != like.dtype or value.stride() != like.stride():
         value = like.copy_(value)

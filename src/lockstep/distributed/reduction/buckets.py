@@ -103,6 +103,7 @@ class GradientBucket(ABC):
         self.missing = len(self.parts)
         """The number of parts that are not complete."""
         self._scale = 1.0
+        self._leaves = False
         self._copies_early: bool | None = False
         """True if complete parts are copied while backward runs; None before the first one."""
         self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
@@ -130,12 +131,23 @@ class GradientBucket(ABC):
         travel in half precision: they are divided after they have been summed (``comm/half_precision.py``)."""
         self._scale = scale if self.half is None else 1.0
         self._unused.clear()
+        self._leaves = False
         self._copies_early = None if len(self.parts) > 1 else False
         if self.missing < len(self.parts):
             self.missing = len(self.parts)
             for part in self.parts:
                 part.is_complete = False
                 part.is_copied = False
+
+    def has_given(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return True if ``grads``, those of all parameters by number, are those that this bucket has given them in its
+        own memory."""
+        return False
+
+    def leave_memory(self) -> None:
+        """Reduce no gradient of this round where it lies: the program keeps it. After a failure messages would still
+        be written there."""
+        self._leaves = True
 
     def part_is_complete(self, part: BucketPart, grads: list[Any]) -> bool:
         """Note that all gradients of a part have come; return True if all gradients of the bucket have."""
@@ -206,7 +218,7 @@ class SingleBucket(GradientBucket):
             is_unused = used is not None and not used[member.index]
             if is_unused:
                 self._keep_unused(member, grad, inside=False)
-            if is_unused or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
+            if self._leaves or is_unused or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
                 taken = member.zeros().copy_(taken.to_dense() if taken.is_sparse else taken)
             elif not is_dtensor(grad):
                 self._own = grad
@@ -257,6 +269,11 @@ class SparseBucket(GradientBucket):
     def multiply(self, factor: float) -> None:
         """See :meth:`GradientBucket.multiply`."""
         self._result = self._result * factor
+
+    def copy_out(self, verdict: Verdict) -> None:
+        """See :meth:`GradientBucket.copy_out`; the bucket no longer refers to the gradient."""
+        super().copy_out(verdict)
+        del self._result
 
     def _gradient(self, position: int) -> Tensor:
         return self._result
@@ -323,6 +340,16 @@ class FlatBucket(GradientBucket):
         self._extra = extra
         self._indices = planned.indices
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
+
+    @property
+    def storage(self) -> int:
+        """The number of the storage that the bucket has at present."""
+        return int(self._memory.now.flat.untyped_storage()._cdata)
+
+    def has_given(self, grads: Sequence[Tensor | None]) -> bool:
+        """See :meth:`GradientBucket.has_given`."""
+        given = self._memory.now.grads
+        return bool(given) and all(map(operator.is_, map(grads.__getitem__, self._indices), given))
 
     def _cut(self) -> list[range]:
         """Return parts of ``PART_BYTES`` or a little more. On an accelerator there is one part: copies run
@@ -519,6 +546,19 @@ class BucketsInUse:
         self.all_used = bytes((1,)) * len(parameters)
         """One byte for each parameter, all set: compared with the flags of used parameters."""
         self.parts = [part for bucket in self.in_order for part in bucket.parts]
+
+    def not_given(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Return the numbers of parameters whose gradients, of ``grads``, may not be those that their bucket has given
+        them."""
+        others = [*self.unbucketed, *range(len(self.of), len(grads))]
+        for bucket in self.in_order:
+            if not bucket.has_given(grads):
+                others += bucket.planned.indices
+        return others
+
+    def storages(self) -> set[int]:
+        """Return the numbers of the storages that the buckets have at present."""
+        return {bucket.storage for bucket in self.in_order if isinstance(bucket, FlatBucket)}
 
 
 def make_bucket(

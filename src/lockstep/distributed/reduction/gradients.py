@@ -25,7 +25,7 @@ from operator import and_, attrgetter, is_, is_not, ne, or_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
@@ -39,14 +39,19 @@ _version_of = attrgetter("_version")
 class GradientSnapshot:
     """The gradients of ``parameters`` and their versions at this moment."""
 
-    __slots__ = ("_grads", "_versions", "parameters")
+    __slots__ = ("_versions", "grads", "parameters")
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = parameters
-        self._grads: list[Tensor | None] = list(map(grad_of, parameters))
+        self.grads: list[Tensor | None] = list(map(grad_of, parameters))
         self._versions: list[int] | None = None  # None: no parameter has a gradient
-        if any(map(is_not, self._grads, repeat(None))):
-            self._versions = _versions(self._grads)
+        if any(map(is_not, self.grads, repeat(None))):
+            self._versions = _versions(self.grads)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no parameter has a gradient."""
+        return self._versions is None
 
     def changed(self) -> Sequence[int]:
         """Return the positions of gradients that have been set or changed since."""
@@ -56,9 +61,9 @@ class GradientSnapshot:
                 return range(len(now))
             return list(compress(range(len(now)), map(is_not, now, repeat(None))))
         versions = _versions(now)
-        if versions == self._versions and all(map(is_, now, self._grads)):
+        if versions == self._versions and all(map(is_, now, self.grads)):
             return ()
-        changed = map(or_, map(ne, versions, self._versions), map(is_not, now, self._grads))
+        changed = map(or_, map(ne, versions, self._versions), map(is_not, now, self.grads))
         come = list(map(and_, changed, map(is_not, now, repeat(None))))  # a gradient that was set to None has not come
         return range(len(now)) if False not in come else list(compress(range(len(now)), come))
 
@@ -69,7 +74,7 @@ class GradientSnapshot:
         return [
             position
             for position, grad in zip(positions, now, strict=True)
-            if grad is None or (grad is self._grads[position] and _version(grad) == self._versions[position])
+            if grad is None or (grad is self.grads[position] and _version(grad) == self._versions[position])
         ]
 
 
@@ -213,6 +218,8 @@ class GradientMemory:
 
     def _allocate(self) -> _Memory:
         flat = self._empty(self._numel, self._layout.dtype, self._layout.device)
+        if self.is_kept:
+            _note_bucket_memory(flat)
         self.now = memory = self._lay_out(flat, self._layout.views(flat), None)
         return memory
 
@@ -247,6 +254,22 @@ class GradientMemory:
         return all(map(_is_set_to, memory.grads, memory.views))
 
 
+_bucket_memory: dict[int, StorageWeakRef] = {}
+"""The memory of buckets that keep it, of this plan and of earlier ones, as long as anything refers to it."""
+
+
+def _note_bucket_memory(flat: Tensor) -> None:
+    for key in [key for key, storage in _bucket_memory.items() if storage.expired()]:
+        _bucket_memory.pop(key, None)
+    storage = StorageWeakRef(flat.untyped_storage())
+    _bucket_memory[storage.cdata] = storage
+
+
+def is_bucket_memory(storage: UntypedStorage) -> bool:
+    """Return True if a bucket keeps or has kept its memory there."""
+    return storage._cdata in _bucket_memory
+
+
 def _is_seen_by_others(memory: _Memory, inside: Sequence[bool]) -> bool:
     """Return True if anything but the bucket and its parameters still sees gradients of an earlier round."""
     if storage_users(memory.flat) > memory.users:
@@ -259,8 +282,12 @@ def _is_seen_by_others(memory: _Memory, inside: Sequence[bool]) -> bool:
 
 def storage_users(tensor: Any) -> int:
     """Return how many tensors share the tensor's memory, itself included."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the handle just made
+    return users_of(tensor.untyped_storage())
+
+
+def users_of(storage: UntypedStorage) -> int:
+    """Return how many tensors have that memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the handle itself
 
 
 def references(objects: Sequence[Any]) -> list[int]:

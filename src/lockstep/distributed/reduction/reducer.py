@@ -272,7 +272,8 @@ class Reducer:
         self.finish_aborted()
         self.common.set_buffer_source(self.decisions.active)
         self.rank_state.begin_round(expected)
-        self._round = Round(self.common.rounds + 1, self.common, self.rank_state, passive)
+        before = self._open_passes[-1].snapshot if self._open_passes else GradientSnapshot(self._members.tracked)
+        self._round = Round(self.common.rounds + 1, self.common, self.rank_state, before, passive)
 
     # ------------------------------------------------------------------------------------ look
 
@@ -343,7 +344,7 @@ class Reducer:
                 return False
             own = self.rank_state
             if self._round is None:
-                self._round = Round(self.common.rounds + 1, self.common, own)
+                self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
             own.contribution.used[:] = self.common.buckets.all_used
             try:
                 with torch.no_grad():
@@ -463,15 +464,19 @@ class Reducer:
         """End the backward pass, with or without an error; ``failed``: all ranks know that its round has failed."""
         with self._lock:
             watched = self._open_passes.pop() if self._open_passes else None
+            accumulated = watched is not None and bool(watched.came) and not watched.synchronises
+            del watched  # whose references would look like the program's
             ended, self._round = self._round, None
             if ended is not None:
                 self._end_round(ended)
-            if failed or (ended is not None and not ended.is_copied_out):
-                self.common.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
+            if ended is not None and (failed or not ended.is_copied_out):
+                ended.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
+            elif failed:
+                self.common.drop_gradients()
             if failed or ended is not None:
                 self.rank_state.end_round(ended is not None)
             else:
-                self.rank_state.end_pass(watched is not None and bool(watched.came) and not watched.synchronises)
+                self.rank_state.end_pass(accumulated)
             for outer in self._open_passes:  # the gradients of this pass do not belong to those
                 outer.snapshot = GradientSnapshot(outer.snapshot.parameters)
 

@@ -24,6 +24,7 @@ from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.gradients import GradientSnapshot, grad_of
 from lockstep.distributed.reduction.graph import has_means
+from lockstep.distributed.reduction.kept_gradients import KeptGradient, find_kept, write_back
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
@@ -51,8 +52,11 @@ class RoundState(IntEnum):
 class Round:
     """Reduces the gradients of one backward pass, together with the same round of the other ranks."""
 
-    def __init__(self, number: int, common: CommonState, own: RankState, passive: bool = False) -> None:
-        """``own``: how this rank takes part; ``passive``: it takes part without a backward pass."""
+    def __init__(
+        self, number: int, common: CommonState, own: RankState, before: GradientSnapshot, passive: bool = False
+    ) -> None:
+        """``own``: how this rank takes part; ``before``: the gradients before the pass; ``passive``: it takes part
+        without a backward pass."""
         self.number = number
         self.phase = RoundState.FILLING
         self.buckets = common.buckets
@@ -79,8 +83,17 @@ class Round:
         scale = 1.0 if common.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
             bucket.open(scale)
+        self._kept = [] if before.is_empty else self._find_kept(before)
         self.moved_triggers: dict[int, int] = {}
         """The triggers that came too early, by the number of their parameter, and the parameters to which they move."""
+
+    def _find_kept(self, before: GradientSnapshot) -> list[KeptGradient]:
+        kept = find_kept(before, self.buckets)
+        for each in kept:
+            bucket = self.buckets.of[each.position] if each.position < len(self.buckets.of) else None
+            if bucket is not None:
+                bucket.leave_memory()
+        return kept
 
     @property
     def has_begun(self) -> bool:
@@ -259,6 +272,8 @@ class Round:
             return ()
         try:
             self._copy_out(verdict, found.added)
+            if self._kept:
+                write_back(self._kept)
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise
@@ -306,7 +321,12 @@ class Round:
     def _drop(self) -> None:
         """Drop all gradients and buffers of the round: it has failed, or the batch is left out."""
         self._common.buffers.drop_large()
-        self._common.drop_gradients()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Let no parameter have a gradient."""
+        kept, self._kept = self._kept, []
+        self._common.drop_gradients(kept)
 
     def _renew(self) -> None:
         """Take over what all ranks have agreed on."""

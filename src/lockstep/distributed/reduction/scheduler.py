@@ -257,6 +257,7 @@ class GroupScheduler(PassObserver):
         steps = RunAll()
         for module in modules:
             own = module.rank_state
+            own.drop_gradients()
             with steps, own.skipping(), own.contributing_nothing(Part.PADDING, module.has_counted):
                 self.reduce([module])
         steps.end()
