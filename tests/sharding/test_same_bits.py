@@ -62,13 +62,16 @@ def test_weights_and_state_have_the_bits_of_the_plain_optimizer(name, hosts):
     assert equal(plain, sharded)
 
 
-@pytest.mark.parametrize("hosts", ["", "aaa"])
+@pytest.mark.parametrize(("world", "hosts"), [(2, ""), (3, ""), (3, "aaa")])
 @pytest.mark.parametrize("nbytes", [64, 1024, 12000])
-def test_weights_and_state_that_are_gathered_in_several_chunks(hosts, nbytes, monkeypatch):
-    """The weights of a rank are 24 KB; chunks end within a parameter, within an element of the first, and behind it."""
-    plain = run_ranks(3, trained, adamw, False, hosts=hosts)
+def test_weights_and_state_that_are_gathered_in_several_chunks(world, hosts, nbytes, monkeypatch):
+    """The weights of a rank are 24 KB; chunks end within a parameter, within an element of the first, and behind it.
+
+    Two ranks on Gloo receive the chunks within a parameter in its memory.
+    """
+    plain = run_ranks(world, trained, adamw, False, hosts=hosts)
     monkeypatch.setattr(streams, "CHUNK_BYTES", nbytes)
-    assert equal(plain, run_ranks(3, trained, adamw, True, hosts=hosts))
+    assert equal(plain, run_ranks(world, trained, adamw, True, hosts=hosts))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -227,6 +230,33 @@ def test_accumulation_clipping_hooks_and_a_closure():
     plain, sharded = (run_ranks(2, trained_otherwise, each) for each in (False, True))
     assert equal(plain, sharded)
     assert plain[0][-1] == [True, 6] * 4
+
+
+def test_whatever_reads_whole_gradients_works_as_without_sharding():
+    """PyTorch's norms and clipping, a hook on a parameter, and a second optimizer over the same parameters."""
+
+    def trained_by_two(rank, sharded):
+        model = replicated(rank)
+        first = made(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), model, sharded)
+        second = adamw(model.parameters())
+        seen = []
+        model[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        for step in range(3):
+            first.zero_grad()
+            backward(rank, model, step)
+            seen.append(nn.utils.get_total_norm([each.grad for each in model.parameters()]))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            first.step()
+            second.step()
+        return values(model), seen
+
+    plain, sharded = (run_ranks(2, trained_by_two, each) for each in (False, True))
+    assert equal(plain, sharded)
+    assert equal(sharded[0], sharded[1])
+    assert len(sharded[0][1]) == 6
+    assert not equal(
+        sharded[0][0], run_ranks(2, trained, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), True, range(3))[0][0]
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])

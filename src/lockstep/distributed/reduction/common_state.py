@@ -124,11 +124,6 @@ class CommonState:
             return
         self._make_buckets()
 
-    def drop_gradients(self) -> None:
-        """Let no parameter have a gradient, whether or not the ranks have agreed on it."""
-        for each in (*self.parameters, *self.members.added):
-            each.parameter.grad = None
-
     def watch_values(self, every: int) -> None:
         """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
         self.watch = ValueChecker(every) if every else None

@@ -585,6 +585,11 @@ class ParameterSet:
             self._next = _Agreed.on(managed, trained)
         return [self.current[i] for i in sorted({number // 2 for number in told if number % 2})]
 
+    def drop_gradients(self) -> None:
+        """Let no parameter have a gradient, whether or not the ranks have agreed on it."""
+        for each in (*self.parameters, *self.added):
+            each.parameter.grad = None
+
     def take_over(self) -> bool:
         """Use the parameters agreed on last; return True if they have changed."""
         if self._next is None:

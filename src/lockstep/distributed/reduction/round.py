@@ -306,7 +306,7 @@ class Round:
     def _drop(self) -> None:
         """Drop all gradients and buffers of the round: it has failed, or the batch is left out."""
         self._common.buffers.drop_large()
-        self._common.drop_gradients()
+        self._common.members.drop_gradients()
 
     def _renew(self) -> None:
         """Take over what all ranks have agreed on."""
