@@ -65,10 +65,7 @@ def test_weights_and_state_have_the_bits_of_the_plain_optimizer(name, hosts):
 @pytest.mark.parametrize(("world", "hosts"), [(2, ""), (3, ""), (3, "aaa")])
 @pytest.mark.parametrize("nbytes", [64, 1024, 12000])
 def test_weights_and_state_that_are_gathered_in_several_chunks(world, hosts, nbytes, monkeypatch):
-    """The weights of a rank are 24 KB; chunks end within a parameter, within an element of the first, and behind it.
-
-    Two ranks on Gloo receive the chunks within a parameter in its memory.
-    """
+    """The weights of a rank are 24 KB; chunks end within a parameter, within an element of the first, and behind it."""
     plain = run_ranks(world, trained, adamw, False, hosts=hosts)
     monkeypatch.setattr(streams, "CHUNK_BYTES", nbytes)
     assert equal(plain, run_ranks(world, trained, adamw, True, hosts=hosts))

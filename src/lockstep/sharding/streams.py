@@ -3,7 +3,7 @@
 Chunks of all ranks' streams are gathered at once. Ranks that share memory copy them to their places from there, so each
 element is copied twice: by the rank that has it, and by each that needs it. Otherwise one all-gather moves a chunk of
 each rank, and the next one is under way while the chunks of the last one are copied to their places, so memory is
-bounded by two chunks of every rank. Two ranks on Gloo swap chunks, those within a large tensor without a copy.
+bounded by two chunks of every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,22 +33,15 @@ class Moves:
 
     def copy_in(self, number: int, buffer: Tensor) -> None:
         """Copy from the places into the buffer of a chunk."""
-        filled = self._chunks.get(number)
-        if filled is not None and filled.tensors[0] is not buffer:
+        if number in self._chunks:
+            filled = self._chunks[number]
             torch._foreach_copy_(filled.views(buffer), filled.tensors)
 
     def copy_out(self, number: int, buffer: Tensor) -> None:
         """Copy from the buffer of a chunk to the places."""
-        filled = self._chunks.get(number)
-        if filled is not None and filled.tensors[0] is not buffer:
+        if number in self._chunks:
+            filled = self._chunks[number]
             torch._foreach_copy_(filled.tensors, filled.views(buffer))
-
-    def place_or(self, number: int, buffer: Tensor) -> Tensor:
-        """Return the part of a place that fills a chunk alone, or the ``buffer`` if there is none."""
-        filled = self._chunks.get(number)
-        if filled is None or filled.tensors[0].numel() < buffer.numel():
-            return buffer
-        return filled.tensors[0]
 
 
 class _Filled(NamedTuple):
@@ -81,8 +74,6 @@ class Streams:
     def __init__(self, lengths: Sequence[int], collectives: Collectives, device: torch.device) -> None:
         """``lengths`` are the numbers of bytes of each rank's stream, without its head."""
         self._collectives = collectives
-        self.rank = collectives.rank
-        """The rank in its group."""
         self.chunk = min(CHUNK_BYTES, _rounded(HEAD_BYTES + max(lengths)))
         """Number of bytes of a chunk."""
         self.count = -(-(HEAD_BYTES + max(lengths)) // self.chunk)
@@ -92,7 +83,6 @@ class Streams:
         # Kept, since memory that is freed in each step goes back to the system, with some of the next forward's.
         self._both = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, self.count))]
         self._of_ranks = [each.view(collectives.world, -1).unbind() for each in self._both]
-        self._swaps = collectives.can_swap(device)
 
     def moves(self, places: Sequence[Tensor]) -> Moves:
         """Return the copies between a stream and flat tensors of bytes."""
@@ -113,30 +103,24 @@ class Streams:
 
     def _gather_one_by_one(self, chunks: "_Chunks", what: str) -> None:
         """Copy a chunk while the next one is under way; but nothing before all marks are known."""
-        ranks = self._collectives
-
-        def buffers_of(number: int) -> Sequence[Tensor]:
-            buffers = self._of_ranks[number % 2]
-            return chunks.places_or(number, buffers) if self._swaps else buffers
+        rank, buffers = self._collectives.rank, self._of_ranks
 
         def begin(number: int) -> Pending:
-            label, buffers = f"{what}, chunk {number + 1}", buffers_of(number)
-            if self._swaps:
-                return ranks.swap(buffers[ranks.rank], buffers[1 - ranks.rank], label)
-            return ranks.all_gather_flat(self._both[number % 2], buffers[ranks.rank], label)
+            of_all, own = self._both[number % 2], buffers[number % 2][rank]
+            return self._collectives.all_gather_flat(of_all, own, f"{what}, chunk {number + 1}")
 
-        chunks.put(0, buffers_of(0)[ranks.rank])
+        chunks.put(0, buffers[0][rank])
         pending = begin(0)
         for number in range(self.count):
             has_next = number + 1 < self.count
             if has_next:
-                chunks.put(number + 1, buffers_of(number + 1)[ranks.rank])
+                chunks.put(number + 1, buffers[(number + 1) % 2][rank])
             pending.wait()
-            if number == 0 and chunks.is_refused(buffers_of(0)):
+            if number == 0 and chunks.is_refused(buffers[0]):
                 return
             if has_next:
                 pending = begin(number + 1)
-            chunks.take(number, buffers_of(number))
+            chunks.take(number, buffers[number % 2])
 
 
 class _Chunks:
@@ -148,7 +132,6 @@ class _Chunks:
         self.marks: list[int] = []
         """The mark of each rank, once the first chunks have come."""
         self._own = own
-        self._rank = streams.rank
         self._targets = targets
         self._mark = mark
 
@@ -157,14 +140,6 @@ class _Chunks:
         if number == 0:
             buffer[:HEAD_BYTES] = self._mark
         self._own.copy_in(number, buffer)
-
-    def places_or(self, number: int, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return what each rank's chunk may be sent from or received in: a place that it fills alone, or its buffer."""
-        own, rank = self._own, self._rank
-        return [
-            (own if each == rank else target or _NOWHERE).place_or(number, buffer)
-            for each, (target, buffer) in enumerate(zip(self._targets, buffers, strict=True))
-        ]
 
     def is_refused(self, buffers: Sequence[Tensor]) -> bool:
         """Read the marks in the first chunks; return True if any is not zero."""
@@ -178,9 +153,6 @@ class _Chunks:
         for target, buffer in zip(self._targets, buffers, strict=True):
             if target is not None:
                 target.copy_out(number, buffer)
-
-
-_NOWHERE = Moves((), 1)
 
 
 def _rounded(nbytes: int) -> int:

@@ -158,7 +158,7 @@ _SLICE = timedelta(seconds=0.2)
 _GROUPS_OWN_TIMEOUT = timedelta(0)
 """What PyTorch passes for no timeout of the call; works written in Python expect the argument."""
 _SWAPPED_BYTES = 1024 * 1024
-"""Size of the largest message of :meth:`Collectives.swap`: Gloo sends messages up to this in both directions at
+"""Size of the largest message of :meth:`Collectives._swap`: Gloo sends messages up to this in both directions at
 once."""
 
 
@@ -421,33 +421,29 @@ class Collectives:
         """
         output, tensor = _real(output), _real(tensor)
         with self.phases.phase("collective", f"all_gather, {what}"):
-            if self.can_swap(tensor.device):
-                parts = output.view(2, -1)
-                if parts[self.rank].data_ptr() != tensor.data_ptr():
-                    parts[self.rank].copy_(tensor)
-                return self.swap(tensor, parts[1 - self.rank], what)
+            if self._in_slices and self.world == 2 and tensor.device.type == "cpu":
+                return self._swap(output.view(2, -1), tensor, what)
             options = AllgatherOptions()
             options.asyncOp = True
             return self._begin(what, self.group._allgather_base, output, tensor, options)
 
-    def can_swap(self, device: torch.device) -> bool:
-        """Return True if :meth:`swap` works on a device: for two ranks over Gloo, on the CPU."""
-        return self._in_slices and self.world == 2 and device.type == "cpu"
-
-    def swap(self, sent: Tensor, received: Tensor, what: str) -> Pending:
-        """Start to send a one-dimensional tensor to the other rank, and to receive one of the same length from it.
+    def _swap(self, parts: Tensor, tensor: Tensor, what: str) -> Pending:
+        """Gather between two ranks over Gloo by all-to-alls, which send and receive in place.
 
         Gloo's all-gather copies all that it gathers twice more, and sends large messages in one direction after the
         other. With more ranks its ring is faster (``bench_reduce_scatter.py``).
         """
+        mine, other = self.rank, 1 - self.rank
+        if parts[mine].data_ptr() != tensor.data_ptr():
+            parts[mine].copy_(tensor)
         options = dist.AllToAllOptions()
         options.asyncOp = True
         works: list[Any] = []
-        size = _SWAPPED_BYTES // sent.element_size()
-        for source, target in zip(sent.split(size), received.split(size), strict=True):
+        size = _SWAPPED_BYTES // tensor.element_size()
+        for sent, received in zip(tensor.split(size), parts[other].split(size), strict=True):
             numels = [0, 0]
-            numels[1 - self.rank] = source.numel()
-            works += self._begin(what, self.group.alltoall_base, target, source, numels, numels, options).works
+            numels[other] = sent.numel()
+            works += self._begin(what, self.group.alltoall_base, received, sent, numels, numels, options).works
         return Pending(works, what, self)
 
     def gather_in_chunks(self, chunks: Chunks, what: str) -> Pending:
