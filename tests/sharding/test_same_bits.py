@@ -354,6 +354,21 @@ def test_a_step_costs_one_small_all_gather_and_the_weights():
         assert 2 * weights <= nbytes <= 2 * weights + 8 + 64 + 128 * 4
 
 
+@pytest.mark.parametrize(
+    ("longest", "world", "expected"),
+    [
+        (1, 2, 64),
+        (100, 64, 128),
+        (10**9, 2, 2 << 20),
+        (10**9, 8, 2 << 20),
+        (10**9, 64, 256 << 10),
+        (300 << 10, 64, 256 << 10),
+    ],
+)
+def test_chunks_of_all_ranks_take_at_most_16_mib(longest, world, expected):
+    assert streams.chunk_bytes(longest, world) == expected
+
+
 def test_the_state_is_divided_by_the_number_of_ranks():
     def held(rank):
         model = replicated(rank)
