@@ -520,8 +520,9 @@ class Collectives:
         gist = (str(error) or type(error).__name__).splitlines()[0]
         return CommunicationError(
             f"{self._place()}: {what} failed: {gist}. Another rank has ended, was stopped, or did "
-            "not run the same backward passes (one batch less, another branch under no_sync); look at the first "
-            "error of the other ranks"
+            "not run the same backward passes (one batch less, another branch under no_sync) or make the same calls "
+            "(the step of a sharded optimizer, mean() or save() on one rank alone); look at the first error of the "
+            "other ranks"
         )
 
 
