@@ -6,6 +6,7 @@ any release of PyTorch.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from torch.nn import Module
@@ -51,7 +52,7 @@ def message(owner: str, name: str, instead: str | None = None) -> str:
     return f"lockstep's {owner} has no {name!r}: {text}"
 
 
-def refusal(cls: type, name: str) -> str | None:
+def _refusal(cls: type, name: str) -> str | None:
     """Return the message for an attribute that does not exist; None if PyTorch's class has no such attribute either."""
     for kind in cls.__mro__:
         held = vars(kind).get(name)
@@ -61,3 +62,7 @@ def refusal(cls: type, name: str) -> str | None:
     methods = vars(base).values() if base is not None else ()
     used = any(name in method.__code__.co_names for method in methods if hasattr(method, "__code__"))
     return message(cls.__name__, name) if used else None
+
+
+refusal: Callable[[type, str], str | None] = cache(_refusal)
+"""As the function; kept, since ``zero_grad()`` looks for an attribute that does not exist in every step."""

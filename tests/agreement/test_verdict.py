@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.reduction.decisions import LoopVerdict
 from lockstep.distributed.reduction.passes import Called
 from lockstep.distributed.reduction.status import Part, Report, Status
-from lockstep.distributed.reduction.verdict import Refusal, Verdict, judge, judge_loops
+from lockstep.distributed.reduction.verdict import LoopVerdict, Refusal, Verdict, judge, judge_loops
 from lockstep.errors import OptionError, PeerError
 
 TRAINING, EVALUATION, OTHERWISE, UNKNOWN = (each.value for each in Called)

@@ -62,13 +62,13 @@ def test_weights_and_state_have_the_bits_of_the_plain_optimizer(name, hosts):
     assert equal(plain, sharded)
 
 
-@pytest.mark.parametrize("hosts", ["", "aaa"])
+@pytest.mark.parametrize(("world", "hosts"), [(2, ""), (3, ""), (3, "aaa")])
 @pytest.mark.parametrize("nbytes", [64, 1024, 12000])
-def test_weights_and_state_that_are_gathered_in_several_chunks(hosts, nbytes, monkeypatch):
+def test_weights_and_state_that_are_gathered_in_several_chunks(world, hosts, nbytes, monkeypatch):
     """The weights of a rank are 24 KB; chunks end within a parameter, within an element of the first, and behind it."""
-    plain = run_ranks(3, trained, adamw, False, hosts=hosts)
+    plain = run_ranks(world, trained, adamw, False, hosts=hosts)
     monkeypatch.setattr(streams, "CHUNK_BYTES", nbytes)
-    assert equal(plain, run_ranks(3, trained, adamw, True, hosts=hosts))
+    assert equal(plain, run_ranks(world, trained, adamw, True, hosts=hosts))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -229,6 +229,33 @@ def test_accumulation_clipping_hooks_and_a_closure():
     assert plain[0][-1] == [True, 6] * 4
 
 
+def test_whatever_reads_whole_gradients_works_as_without_sharding():
+    """PyTorch's norms and clipping, a hook on a parameter, and a second optimizer over the same parameters."""
+
+    def trained_by_two(rank, sharded):
+        model = replicated(rank)
+        first = made(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), model, sharded)
+        second = adamw(model.parameters())
+        seen = []
+        model[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        for step in range(3):
+            first.zero_grad()
+            backward(rank, model, step)
+            seen.append(nn.utils.get_total_norm([each.grad for each in model.parameters()]))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            first.step()
+            second.step()
+        return values(model), seen
+
+    plain, sharded = (run_ranks(2, trained_by_two, each) for each in (False, True))
+    assert equal(plain, sharded)
+    assert equal(sharded[0], sharded[1])
+    assert len(sharded[0][1]) == 6
+    assert not equal(
+        sharded[0][0], run_ranks(2, trained, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), True, range(3))[0][0]
+    )
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_infinite_gradient_on_one_rank_skips_the_step_of_all(fused):
     def scaled(rank, sharded):
@@ -325,6 +352,21 @@ def test_a_step_costs_one_small_all_gather_and_the_weights():
         (first, head), (second, nbytes) = seen
         assert (first, head, second) == ("all_gather", 128, "all_to_all_single")
         assert 2 * weights <= nbytes <= 2 * weights + 8 + 64 + 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("longest", "world", "expected"),
+    [
+        (1, 2, 64),
+        (100, 64, 128),
+        (10**9, 2, 2 << 20),
+        (10**9, 8, 2 << 20),
+        (10**9, 64, 256 << 10),
+        (300 << 10, 64, 256 << 10),
+    ],
+)
+def test_chunks_of_all_ranks_take_at_most_16_mib(longest, world, expected):
+    assert streams.chunk_bytes(longest, world) == expected
 
 
 def test_the_state_is_divided_by_the_number_of_ranks():

@@ -618,8 +618,8 @@ def two_layers(rank):
 )
 def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, expected, monkeypatch):
     """Seen by what has been sent when backward comes to the first of two layers; from the second step on. The first
-    step sends one thing more, with which ranks say that they have not agreed on anything yet. Over Gloo two ranks gather
-    the sums by all-to-alls, too, at the end.
+    step sends one thing more, with which ranks say that they have not agreed on anything yet. Over Gloo two ranks
+    gather the sums by all-to-alls, too, at the end.
 
     Where ranks share memory none leaves before the end.
     """

@@ -26,10 +26,11 @@ from lockstep.distributed.comm.collectives import (
     Collectives,
     Group,
     backends_of,
+    forget_watcher,
     global_ranks,
     resolve_group,
+    watch_group,
 )
-from lockstep.distributed.comm.group_state import forget_watcher, watch_group
 from lockstep.errors import OptionError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections

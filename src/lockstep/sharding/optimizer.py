@@ -50,8 +50,8 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's pieces, and gather all weights; every rank has to call it.
 
-        Communicates one all-gather of 128 bytes from each rank, and one of the weights in chunks of 2 MiB from each
-        (through staging memory on ``shm``).
+        Communicates one all-gather of 128 bytes from each rank, and one of the weights, in chunks of at most 2 MiB from
+        each (through staging memory on ``shm``).
 
         Args:
             closure: As in PyTorch's optimizers; called once, before the step.
@@ -368,8 +368,8 @@ def full_state_dict(optimizer: Optimizer, *, all_ranks: bool = False) -> dict[st
     Returns:
         The state dict; its tensors are copies, on the devices of the parameters.
 
-    Communicates the whole state, in all-gathers of 2 MiB from each rank, and its description. Ranks that get an empty
-    state dict need memory for one such all-gather only.
+    Communicates the whole state, in all-gathers of at most 2 MiB from each rank, and its description. Ranks that get an
+    empty state dict need memory for two such all-gathers only.
 
     Example:
         >>> full_state_dict(torch.optim.SGD([torch.ones(2)], lr=0.1))["state"]

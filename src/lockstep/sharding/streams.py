@@ -15,7 +15,9 @@ from torch import Tensor
 from lockstep.distributed.comm.collectives import Collectives, Pending
 
 CHUNK_BYTES = 2 * 1024 * 1024
-"""Number of bytes that each rank sends at a time."""
+"""Number of bytes that each rank sends at a time, at most."""
+GATHERED_BYTES = 8 * CHUNK_BYTES
+"""Number of bytes that all ranks together send at a time, at most."""
 HEAD_BYTES = 8
 """Number of bytes in front of each rank's stream; the first one is a mark."""
 
@@ -74,15 +76,19 @@ class Streams:
     def __init__(self, lengths: Sequence[int], collectives: Collectives, device: torch.device) -> None:
         """``lengths`` are the numbers of bytes of each rank's stream, without its head."""
         self._collectives = collectives
-        self.chunk = min(CHUNK_BYTES, _rounded(HEAD_BYTES + max(lengths)))
+        self._device = device
+        self.chunk = chunk_bytes(HEAD_BYTES + max(lengths), collectives.world)
         """Number of bytes of a chunk."""
         self.count = -(-(HEAD_BYTES + max(lengths)) // self.chunk)
         """Number of chunks."""
         self._gathers_in_chunks = device.type == "cpu" and collectives.shares_memory
-        size = 0 if self._gathers_in_chunks else self.chunk * collectives.world
-        # Kept, since memory that is freed in each step goes back to the system, with some of the next forward's.
-        self._both = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, self.count))]
-        self._of_ranks = [each.view(collectives.world, -1).unbind() for each in self._both]
+        # Memory that is freed in each step goes back to the system, with some of the next forward's.
+        keeps = device.type == "cpu" and not self._gathers_in_chunks
+        self._kept = self._make_buffers() if keeps else []
+
+    def _make_buffers(self) -> list[Tensor]:
+        size = self.chunk * self._collectives.world
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, self.count))]
 
     def moves(self, places: Sequence[Tensor]) -> Moves:
         """Return the copies between a stream and flat tensors of bytes."""
@@ -103,10 +109,11 @@ class Streams:
 
     def _gather_one_by_one(self, chunks: "_Chunks", what: str) -> None:
         """Copy a chunk while the next one is under way; but nothing before all marks are known."""
-        rank, buffers = self._collectives.rank, self._of_ranks
+        rank, both = self._collectives.rank, self._kept or self._make_buffers()
+        buffers = [each.view(-1, self.chunk).unbind() for each in both]
 
         def begin(number: int) -> Pending:
-            of_all, own = self._both[number % 2], buffers[number % 2][rank]
+            of_all, own = both[number % 2], buffers[number % 2][rank]
             return self._collectives.all_gather_flat(of_all, own, f"{what}, chunk {number + 1}")
 
         chunks.put(0, buffers[0][rank])
@@ -153,6 +160,16 @@ class _Chunks:
         for target, buffer in zip(self._targets, buffers, strict=True):
             if target is not None:
                 target.copy_out(number, buffer)
+
+
+def chunk_bytes(longest: int, world: int) -> int:
+    """Return the number of bytes of a chunk, for streams of which the longest has so many bytes.
+
+    Example:
+        >>> [chunk_bytes(each, world=2) for each in (100, 10**9)], chunk_bytes(10**9, world=64)
+        ([128, 2097152], 262144)
+    """
+    return min(CHUNK_BYTES, _rounded(GATHERED_BYTES // world), _rounded(longest))
 
 
 def _rounded(nbytes: int) -> int:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.comm.group_state import state_of
+from lockstep.distributed.comm.collectives import Collectives, state_of
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
 from lockstep.distributed.replication.replicate import Loss

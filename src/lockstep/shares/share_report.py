@@ -15,9 +15,8 @@ from torch import Tensor
 from lockstep.digests import text_digest
 from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.decisions import LoopVerdict
 from lockstep.distributed.reduction.status import Part, Status
-from lockstep.distributed.reduction.verdict import judge_loops
+from lockstep.distributed.reduction.verdict import LoopVerdict, judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.share_step import Step
 

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.comm.collectives import Collectives, Group, Pending
-from lockstep.distributed.comm.group_state import shared_object, shared_objects, state_of
+from lockstep.distributed.comm.collectives import Collectives, Group, Pending, shared_object, shared_objects, state_of
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases

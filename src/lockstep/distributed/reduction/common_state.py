@@ -24,8 +24,6 @@ from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.buffers import BufferSync
 from lockstep.distributed.reduction.comm_hooks import HookChain
 from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.gradients import GradientSnapshot
-from lockstep.distributed.reduction.kept_gradients import KeptGradient, find_kept, give_up
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.plan import AdaptivePlan
@@ -125,16 +123,6 @@ class CommonState:
         else:
             return
         self._make_buckets()
-
-    def drop_gradients(self, kept: Sequence[KeptGradient] | None = None) -> None:
-        """Let no parameter have a gradient, whether or not the ranks have agreed on it.
-
-        ``kept``: the gradients that the program keeps; None: they are found.
-        """
-        parameters = [each.parameter for each in (*self.parameters, *self.members.added)]
-        give_up(find_kept(GradientSnapshot(parameters), self.buckets) if kept is None else kept)
-        for parameter in parameters:
-            parameter.grad = None
 
     def watch_values(self, every: int) -> None:
         """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""

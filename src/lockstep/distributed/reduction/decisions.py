@@ -5,28 +5,14 @@ same report, so all know in the same step. Loops may be nested; a round belongs 
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from lockstep.distributed.comm.group_state import Group, shared_object, state_of
+from lockstep.distributed.comm.collectives import Group, shared_object, state_of
+from lockstep.distributed.reduction.verdict import LoopVerdict
 from lockstep.errors import OptionError, ShareError
-
-
-class LoopVerdict(NamedTuple):
-    """The part of a round's verdict for its loop; the default is that all ranks continue."""
-
-    stops: bool = False
-    """True if some rank asks all to stop after this step."""
-    skipped: bool = False
-    """True if some rank skips this batch, and thereby all ranks, or if no rank has a batch."""
-    some_end: bool = False
-    """True if some rank has no batch after this one, or not even this one."""
-    all_end: bool = False
-    """True if no rank has a batch after this one."""
-    going_on: Sequence[int] | None = None
-    """The ranks that have a batch after this one; None if all have, or it does not matter."""
 
 
 class HasAborted(Protocol):

@@ -254,20 +254,15 @@ class GradientMemory:
         return all(map(_is_set_to, memory.grads, memory.views))
 
 
-_bucket_memory: dict[int, StorageWeakRef] = {}
+bucket_memory: dict[int, StorageWeakRef] = {}
 """The memory of buckets that keep it, of this plan and of earlier ones, as long as anything refers to it."""
 
 
 def _note_bucket_memory(flat: Tensor) -> None:
-    for key in [key for key, storage in _bucket_memory.items() if storage.expired()]:
-        _bucket_memory.pop(key, None)
+    for key in [key for key, storage in list(bucket_memory.items()) if storage.expired()]:
+        bucket_memory.pop(key, None)
     storage = StorageWeakRef(flat.untyped_storage())
-    _bucket_memory[storage.cdata] = storage
-
-
-def is_bucket_memory(storage: UntypedStorage) -> bool:
-    """Return True if a bucket keeps or has kept its memory there."""
-    return storage._cdata in _bucket_memory
+    bucket_memory[storage.cdata] = storage
 
 
 def _is_seen_by_others(memory: _Memory, inside: Sequence[bool]) -> bool:

@@ -12,15 +12,14 @@ such, even some that overlap.
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.buckets import BucketsInUse
-from lockstep.distributed.reduction.gradients import GradientSnapshot, is_bucket_memory, references, users_of
+from lockstep.distributed.reduction.gradients import GradientSnapshot, bucket_memory, references, users_of
 from lockstep.dtensors import is_dtensor, local_part
 
 
@@ -33,30 +32,32 @@ class KeptGradient(NamedTuple):
     grad: Tensor
 
 
-def find_kept(before: GradientSnapshot, buckets: BucketsInUse) -> list[KeptGradient]:
+def find_kept(before: GradientSnapshot, positions: Iterable[int], given: Container[int]) -> list[KeptGradient]:
     """Return the gradients, of those ``before`` the pass, that the program keeps; nothing may have been copied out yet.
 
-    If another object of the library refers to a gradient, it counts as kept, which costs a copy.
+    ``positions``: of the parameters to look at; ``given``: the numbers of storages in which buckets still refer to the
+    gradients that they have given. If another object of the library refers to a gradient, it counts as kept, which
+    costs a copy.
     """
     if before.is_empty:
         return []
     every = before.grads
-    positions = [position for position in buckets.not_given(every) if every[position] is not None]
+    positions = [position for position in positions if every[position] is not None]
     counts = references([every[position] for position in positions])
     storages = _storages([cast("Tensor", every[position]) for position in positions])
     keys = [0 if storage is None else storage._cdata for storage in storages]
-    current, sharing = buckets.storages(), Counter(keys)
+    sharing = Counter(keys)
     kept = {
         key
         for key, storage in zip(keys, storages, strict=True)
         if storage is not None
         and (users_of(storage) > sharing[key] or not storage.resizable())
-        and not (is_bucket_memory(storage) or key in current)
+        and not (key in bucket_memory or key in given)
     }
     found = [
         position
         for position, key, count in zip(positions, keys, counts, strict=True)
-        if key in kept or count > _UNKEPT + (key in current)  # a bucket has a reference to what it has given
+        if key in kept or count > _UNKEPT + (key in given)
     ]
     return [KeptGradient(each, before.parameters[each], cast("Tensor", every[each])) for each in found]
 

@@ -31,7 +31,9 @@ from lockstep.distributed.comm.agreement import Line, check_new_everywhere, chec
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.buffers import Buffer, BufferSet, describe_buffer, has_overlap
 from lockstep.distributed.reduction.engine import check_optimizers
+from lockstep.distributed.reduction.gradients import GradientSnapshot, bucket_memory
 from lockstep.distributed.reduction.graph import ReachableLeaves
+from lockstep.distributed.reduction.kept_gradients import KeptGradient, find_kept, give_up
 from lockstep.distributed.reduction.managed_parameters import (
     ManagedParameter,
     Owner,
@@ -584,6 +586,18 @@ class ParameterSet:
         if told or [(each.name, id(each.parameter)) for each in managed] != before:
             self._next = _Agreed.on(managed, trained)
         return [self.current[i] for i in sorted({number // 2 for number in told if number % 2})]
+
+    def drop_gradients(self, kept: Sequence[KeptGradient] | None = None) -> None:
+        """Let no parameter have a gradient, whether or not the ranks have agreed on it.
+
+        ``kept``: the gradients that the program keeps; None: they are found.
+        """
+        parameters = [each.parameter for each in (*self.parameters, *self.added)]
+        if kept is None:
+            kept = find_kept(GradientSnapshot(parameters), range(len(parameters)), bucket_memory)
+        give_up(kept)
+        for parameter in parameters:
+            parameter.grad = None
 
     def take_over(self) -> bool:
         """Use the parameters agreed on last; return True if they have changed."""

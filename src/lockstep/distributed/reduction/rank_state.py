@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed.reduction.buffers import KeptBuffers
-from lockstep.distributed.reduction.common_state import CommonState
+from lockstep.distributed.reduction.buffers import BufferSync, KeptBuffers
+from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
+from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.passes import PassLog
 from lockstep.distributed.reduction.status import Part, Status
 from lockstep.distributed.reduction.values import DriftDetector
@@ -344,13 +345,20 @@ _NO_PASS = 0, 0, 0
 class RankState:
     """What one rank contributes to the rounds of a module, and the status that it reports in them."""
 
-    def __init__(self, common: CommonState, lock: AbstractContextManager[object]) -> None:
+    def __init__(
+        self,
+        members: ParameterSet,
+        buffers: BufferSync,
+        decisions: Decisions,
+        global_rank: int,
+        lock: AbstractContextManager[object],
+    ) -> None:
         """``lock`` is held by whoever changes anything here: hooks run in threads of the engine."""
         self.requires_sync = True
         """True if backward passes that begin from now on synchronise."""
         self.passes = PassLog()
         """What tells this rank's backward passes from those of others."""
-        self.contribution = Contribution(common.parameters, common.collectives.global_rank)
+        self.contribution = Contribution(members.parameters, global_rank)
         """What it contributes to the next round."""
         self.padding_batch: PaddingBatch | None = None
         """The batch that counts nothing, if the loop is at one."""
@@ -360,10 +368,11 @@ class RankState:
         """A one for each parameter that had a gradient in the last round that ended well."""
         self.is_static = True
         """True if all such rounds have used the same parameters on this rank."""
-        self._common = common
-        self._members = common.members
+        self._members = members
+        self._buffers = buffers
+        self._decisions = decisions
+        self._global_rank = global_rank
         self._lock = lock
-        self._decisions = common.decisions
         self._in_round = False
         self._skips = False  # it leaves out its batch
 
@@ -397,11 +406,15 @@ class RankState:
         if self.padding_batch is None:
             self.contribution.window.pass_failed()
 
-    def begin_round(self, expected: bool) -> None:
-        """Note that a round opens; ``expected``: its pass was to go through the module, which has been looked at."""
+    def begin_round(self, expected: bool, differs: bool) -> None:
+        """Note that a round opens.
+
+        ``expected``: its pass was to go through the module, which has been looked at; ``differs``: this rank has other
+        hooks or buffers than the ranks have agreed on.
+        """
         if not expected:
             self.look_for_changes()
-        self.differs = self.differs or self._common.differs()
+        self.differs = self.differs or differs
         self._in_round = True
 
     @property
@@ -414,7 +427,7 @@ class RankState:
 
     def renumber(self) -> None:
         """Note that the ranks have agreed on other parameters."""
-        self.contribution = self.contribution.renumbered(self._common.parameters)
+        self.contribution = self.contribution.renumbered(self._members.parameters)
 
     def note_used(self) -> None:
         """Note that a round has ended well."""
@@ -487,18 +500,18 @@ class RankState:
         After the block parameters have the reduced gradients if the round ``counts``, unless ``part`` is
         :attr:`Part.JOINED`.
         """
-        before = self._common.parameters
+        before = self._members.parameters
         self.look_for_changes()
         parameters = [*before, *self._members.added]
         own = self.contribution
-        self.contribution = Contribution(before, self._common.collectives.global_rank, part)
+        self.contribution = Contribution(before, self._global_rank, part)
         try:
             joined = part is Part.JOINED
             with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):
                 yield
         finally:
-            is_same = self._common.parameters is before
-            self.contribution = own if is_same else own.renumbered(self._common.parameters)
+            is_same = self._members.parameters is before
+            self.contribution = own if is_same else own.renumbered(self._members.parameters)
 
     @contextmanager
     def skipping(self, leaves_out: bool = True) -> Iterator[None]:
@@ -524,13 +537,13 @@ class RankState:
 
     def keep_buffers(self) -> KeptBuffers:
         """Return a copy of the module's buffers, to be restored later."""
-        return self._common.buffers.keep()
+        return self._buffers.keep()
 
     def drop_gradients(self) -> None:
         """Drop all gradients and the contribution: the batch is left out."""
         with self._lock:
             self.contribution.forget()
-            self._common.drop_gradients()
+            self._members.drop_gradients()
 
     # ----------------------------------------------------------------------------------------- weights
 

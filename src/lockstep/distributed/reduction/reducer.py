@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
-from lockstep.distributed.comm.group_state import watchers
+from lockstep.distributed.comm.collectives import watchers
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import (
@@ -98,7 +98,9 @@ class Reducer:
         self.buffers = common.buffers
         self._keeps = keeps
         self._lock = threading.RLock()
-        self.rank_state = RankState(common, self._lock)
+        self.rank_state = RankState(
+            common.members, common.buffers, common.decisions, common.collectives.global_rank, self._lock
+        )
         self.passes = self.rank_state.passes
         self.home = threading.get_ident()  # the thread in which the module is used
         self.retired = False  # another replication has taken over all parameters
@@ -271,7 +273,7 @@ class Reducer:
         """
         self.finish_aborted()
         self.common.set_buffer_source(self.decisions.active)
-        self.rank_state.begin_round(expected)
+        self.rank_state.begin_round(expected, self.common.differs())
         before = self._open_passes[-1].snapshot if self._open_passes else GradientSnapshot(self._members.tracked)
         self._round = Round(self.common.rounds + 1, self.common, self.rank_state, before, passive)
 
@@ -472,7 +474,7 @@ class Reducer:
             if ended is not None and (failed or not ended.is_copied_out):
                 ended.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
             elif failed:
-                self.common.drop_gradients()
+                self._members.drop_gradients()
             if failed or ended is not None:
                 self.rank_state.end_round(ended is not None)
             else:

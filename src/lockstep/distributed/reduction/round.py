@@ -88,7 +88,7 @@ class Round:
         """The triggers that came too early, by the number of their parameter, and the parameters to which they move."""
 
     def _find_kept(self, before: GradientSnapshot) -> list[KeptGradient]:
-        kept = find_kept(before, self.buckets)
+        kept = find_kept(before, self.buckets.not_given(before.grads), self.buckets.storages())
         for each in kept:
             bucket = self.buckets.of[each.position] if each.position < len(self.buckets.of) else None
             if bucket is not None:
@@ -326,7 +326,7 @@ class Round:
     def drop_gradients(self) -> None:
         """Let no parameter have a gradient."""
         kept, self._kept = self._kept, []
-        self._common.drop_gradients(kept)
+        self._common.members.drop_gradients(kept)
 
     def _renew(self) -> None:
         """Take over what all ranks have agreed on."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.comm.collectives import Collectives, Group, Pending
-from lockstep.distributed.comm.group_state import shared_object, watchers
+from lockstep.distributed.comm.collectives import Collectives, Group, Pending, shared_object, watchers
 from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.engine import BackwardPass, PassObserver

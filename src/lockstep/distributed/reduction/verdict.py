@@ -10,7 +10,6 @@ are asked in order, and the first message is used.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.distributed.reduction.decisions import LoopVerdict
 from lockstep.distributed.reduction.passes import Called
 from lockstep.distributed.reduction.status import Part, Report, Status
 from lockstep.errors import OptionError, PeerError
@@ -27,6 +26,21 @@ class Refusal(NamedTuple):
     def exception(self) -> PeerError | OptionError:
         """Return the exception; a verdict does not hold one, as that would keep the frames of its traceback alive."""
         return self.kind(self.message)
+
+
+class LoopVerdict(NamedTuple):
+    """The part of a round's verdict for its loop; the default is that all ranks continue."""
+
+    stops: bool = False
+    """True if some rank asks all to stop after this step."""
+    skipped: bool = False
+    """True if some rank skips this batch, and thereby all ranks, or if no rank has a batch."""
+    some_end: bool = False
+    """True if some rank has no batch after this one, or not even this one."""
+    all_end: bool = False
+    """True if no rank has a batch after this one."""
+    going_on: Sequence[int] | None = None
+    """The ranks that have a batch after this one; None if all have, or it does not matter."""
 
 
 class Verdict(NamedTuple):

@@ -12,8 +12,7 @@ from torch.nn import Module
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.comm.group_state import watchers
+from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group, watchers
 from lockstep.distributed.reduction.buffers import BufferSet, BufferSync
 from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
