@@ -66,7 +66,7 @@ def memory_of_numpy(module):
     """Nothing of PyTorch refers to the memory, but for the gradients."""
     arrays = [torch.zeros(p.numel(), device="cpu").numpy() for p in module.parameters()]
     for p, array in zip(module.parameters(), arrays, strict=True):
-        p.grad = torch.frombuffer(memoryview(array), dtype=torch.float32).view_as(p)
+        p.grad = torch.frombuffer(memoryview(array), dtype=torch.float32).view_as(p).data
     return arrays
 
 
