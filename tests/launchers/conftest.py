@@ -6,6 +6,7 @@ to be on this machine: on Debian, ``apt-get install mpich slurmctld slurmd slurm
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -142,6 +143,19 @@ PartitionName=all Nodes={host} Default=YES State=UP
             process.send_signal(signal.SIGTERM)
         for process in reversed(running):
             process.wait(30)
+        for pid in holders_of(folder / "slurmd.log"):  # of slurmstepd, for steps whose ranks were killed
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def holders_of(path: Path) -> set[int]:
+    """The processes that have a file open."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has just been closed
+            if os.readlink(link) == str(path):
+                found.add(int(link.parts[2]))
+    return found
 
 
 @pytest.fixture
