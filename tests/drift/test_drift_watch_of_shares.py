@@ -245,7 +245,7 @@ def test_audits_go_on_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "expected"), [("", ["all_to_all_single", "all_gather_single"]), ("aa", ["add_in_order"])]
+    ("hosts", "expected"), [("", ["all_to_all_single", "all_to_all_single"]), ("aa", ["add_in_order"])]
 )
 def test_nothing_more_is_sent(hosts, expected, monkeypatch):
     monkeypatch.setitem(threaded._NAMES, "_add_in_order", "add_in_order")
