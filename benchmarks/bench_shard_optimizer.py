@@ -172,12 +172,9 @@ def compare(name: str, world: int, rounds: int, inner: int, quick: bool) -> None
     print()
     title = f"{name}, {world} ranks"
     for sharded, plain in ((SHARDED, PLAIN), (SHARDED_SHM, PLAIN_SHM)):
-        if name.startswith("Muon"):
-            ratio(
-                f"{title}: optimizer, {sharded} / {plain}", alone[sharded], alone[plain], 0.55 if world == 2 else None
-            )
+        aim = 0.55 if world == 2 and name.startswith("Muon") else None
         ratio(f"{title}: step, {sharded} / {plain}", whole[sharded][1], whole[plain][1], 1.0 if world == 2 else 0.8)
-        ratio(f"{title}: optimizer, {sharded} / {plain}", alone[sharded], alone[plain])
+        ratio(f"{title}: optimizer, {sharded} / {plain}", alone[sharded], alone[plain], aim)
         ratio(f"{title}: optimizer's processor time, {sharded} / {plain}", work[sharded], work[plain])
     if ZERO in whole:
         ratio(f"{title}: step, {SHARDED} / {ZERO}", whole[SHARDED][1], whole[ZERO][1], 0.7)
