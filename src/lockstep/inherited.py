@@ -65,4 +65,4 @@ def _refusal(cls: type, name: str) -> str | None:
 
 
 refusal: Callable[[type, str], str | None] = cache(_refusal)
-"""As the function; kept, since ``zero_grad()`` looks for an attribute that does not exist in every step."""
+""":func:`_refusal` with a cache: in every step, ``zero_grad()`` asks for an attribute that does not exist."""

@@ -103,7 +103,7 @@ class GradientBucket(ABC):
         self.missing = len(self.parts)
         """The number of parts that are not complete."""
         self._scale = 1.0
-        self._leaves = False
+        self._reduces_copies = False
         self._copies_early: bool | None = False
         """True if complete parts are copied while backward runs; None before the first one."""
         self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
@@ -131,7 +131,7 @@ class GradientBucket(ABC):
         travel in half precision: they are divided after they have been summed (``comm/half_precision.py``)."""
         self._scale = scale if self.half is None else 1.0
         self._unused.clear()
-        self._leaves = False
+        self._reduces_copies = False
         self._copies_early = None if len(self.parts) > 1 else False
         if self.missing < len(self.parts):
             self.missing = len(self.parts)
@@ -144,10 +144,10 @@ class GradientBucket(ABC):
         own memory."""
         return False
 
-    def leave_memory(self) -> None:
-        """Reduce no gradient of this round where it lies: the program keeps it. After a failure messages would still
-        be written there."""
-        self._leaves = True
+    def reduce_copies(self) -> None:
+        """Reduce copies of this round's gradients, because the program keeps a gradient: after a failure, messages
+        could still be written into its memory."""
+        self._reduces_copies = True
 
     def part_is_complete(self, part: BucketPart, grads: list[Any]) -> bool:
         """Note that all gradients of a part have come; return True if all gradients of the bucket have."""
@@ -218,7 +218,8 @@ class SingleBucket(GradientBucket):
             is_unused = used is not None and not used[member.index]
             if is_unused:
                 self._keep_unused(member, grad, inside=False)
-            if self._leaves or is_unused or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
+            is_other = grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride
+            if self._reduces_copies or is_unused or is_other:
                 taken = member.zeros().copy_(taken.to_dense() if taken.is_sparse else taken)
             elif not is_dtensor(grad):
                 self._own = grad

@@ -92,7 +92,7 @@ class Round:
         for each in kept:
             bucket = self.buckets.of[each.position] if each.position < len(self.buckets.of) else None
             if bucket is not None:
-                bucket.leave_memory()
+                bucket.reduce_copies()
         return kept
 
     @property
