@@ -106,8 +106,6 @@ class Decisions:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._state = state_of(group)
-        self.batch = self._state.batch
-        """The number of the batch that the innermost loop is at, counted by ``batches()``."""
         self._loops = [Loop()]  # from the outermost; the first stands for code outside of batches()
         self.innermost = self._loops[0]
         """The loop that rounds belong to."""
@@ -121,6 +119,11 @@ class Decisions:
         self._skippable: list[tuple[type[BaseException], ...]] = []
 
     # ------------------------------------------------------------------------------ what this rank says
+
+    @property
+    def batch(self) -> int:
+        """The number of the batch that the innermost loop is at, counted by ``batches()``."""
+        return self._state.batch
 
     @property
     def asks_to_stop(self) -> bool:
@@ -167,8 +170,7 @@ class Decisions:
         ``ends``: it is this rank's last; ``uneven``: some rank may have run out; ``active``: the ranks that have not,
         or None if unknown or all.
         """
-        self.batch += 1
-        self._state.batch = self.batch
+        self._state.next_batch()
         loop.next_batch(ends, uneven, active)
 
     @contextmanager
