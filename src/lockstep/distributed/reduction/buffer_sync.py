@@ -201,8 +201,8 @@ class BufferSync:
     def drop_large(self) -> None:
         """Wait for the large buffers, and discard them: the round has failed on some rank."""
         self.are_equal = False
-        sent, self._sent = self._sent, []
-        for pending, _, _ in sent:
+        while self._sent:
+            pending, _, _ = self._sent.pop(0)
             pending.wait()
 
     def finish_large(self) -> None:
@@ -210,8 +210,8 @@ class BufferSync:
         self.are_equal = not (self._left or self.policy == "local")
         if self._left:
             self.drop_large()
-        sent, self._sent = self._sent, []
-        for pending, flat, alike in sent:
+        while self._sent:
+            pending, flat, alike = self._sent.pop(0)
             pending.wait()
             if self._averaged(alike[0][0]):
                 BufferGroup(alike[0]).assign(flat)

@@ -420,8 +420,6 @@ class ParameterSet:
         managed = _managed(contents)
         self._agreed = _Agreed.on(managed, [each.index for each in managed if each.parameter.requires_grad])
         self._next: _Agreed | None = None  # agreed on, but not in use yet
-        self.tracked = self._agreed.tensors
-        """The parameters whose gradients are watched: those agreed on, in order of their index, then the added ones."""
         self._structure = _Structure()
         self._note_structure()
 
@@ -429,6 +427,12 @@ class ParameterSet:
     def parameters(self) -> list[ManagedParameter]:
         """The parameters that the ranks have agreed on."""
         return self._agreed.parameters
+
+    @property
+    def tracked(self) -> list[Parameter]:
+        """The parameters whose gradients are watched: those agreed on, in order of their index, then the added ones."""
+        agreed = self._agreed.tensors
+        return [*agreed, *(each.parameter for each in self.added)] if self.added else agreed
 
     @property
     def trained(self) -> list[int]:
@@ -541,18 +545,13 @@ class ParameterSet:
         """Look for parameters added or removed on this rank; return True if there are any."""
         held = self._selection.module_or_none()  # another thread may drop the module meanwhile
         if held is None:
-            self._track(self._orphans())
+            self.added = self._orphans()
             return False
         slots = self._structure.slots()
         changed = slots is None or slots.changed()
         if changed or self.added:
-            self._track(self._find_added() if changed else ())
+            self.added = self._find_added() if changed else ()
         return changed
-
-    def _track(self, added: Sequence[ManagedParameter]) -> None:
-        self.added = added
-        agreed = self._agreed.tensors
-        self.tracked = [*agreed, *(each.parameter for each in added)] if added else agreed
 
     def _find_added(self) -> list[ManagedParameter]:
         owner = self._owner_now
@@ -636,7 +635,7 @@ class ParameterSet:
             if id(old) not in self._next.by_id:
                 release(old, owner)
         self._agreed, self._next = self._next, None
-        self._track(())
+        self.added = ()
         self._note_structure()
         self.attach(owner)
         return True

@@ -147,7 +147,7 @@ class Reducer:
         if not this.adds:
             return _OpenPass(this, GradientSnapshot(()), own.requires_sync)
         own.look_for_changes()
-        if own.contribution.window.is_open:
+        if own.contribution.window.weights:
             own.contribution.window.check_gradients()
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
