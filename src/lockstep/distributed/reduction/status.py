@@ -124,6 +124,7 @@ class ReportLayout:
         self._rank = rank
         self._world = world
         self._late = parameters
+        self._none_late = bytes(parameters)
         self._status = 2 * parameters
         self._digest = self._status + _FORMAT.size * world
         start = self._digest + DIGEST_BYTES * world
@@ -136,7 +137,6 @@ class ReportLayout:
         self._own_status = self._status + _FORMAT.size * rank
         own = self._digest + DIGEST_BYTES * rank
         self._own_digest = slice(own, own + DIGEST_BYTES)
-        self._has_late = False
         statuses = slice(self._status, self._digest)
         self._alike = _UnanimousRow(self._numbers, dtype, parameters, statuses, rank, world)
 
@@ -148,10 +148,8 @@ class ReportLayout:
         ``digest``: :data:`DIGEST_BYTES` bytes, on the row's device, in a round that compares values.
         """
         head = self._head
-        if self._has_late:
-            head[self._late : self._status] = bytes(self._parameters)
-        self._has_late = bool(late)
         head[: self._parameters] = used
+        head[self._late : self._status] = self._none_late
         for index in late:
             head[self._late + index] = 1
         _FORMAT.pack_into(head, self._own_status, *status)

@@ -522,8 +522,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
                 "join() and _register_buffer_comm_hook() do not go together: a rank that has run out of batches calls "
                 "no forward, so the others' hooks would wait for it. Use buffer_policy"
             )
-        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return ShadowHook(self, self._replication.started_reducer)
+        by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        return ShadowHook(self, self._replication.started_reducer, by_all)
 
     @property
     def join_device(self) -> torch.device:

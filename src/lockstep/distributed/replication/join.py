@@ -54,8 +54,10 @@ class _Iteration(Enum):
 class ShadowHook(JoinHook):
     """The hook of a rank without batches."""
 
-    def __init__(self, wrapper: Any, reducer: Reducer) -> None:
+    def __init__(self, wrapper: Any, reducer: Reducer, divides_by_all: bool) -> None:
+        """``divides_by_all``: sums are divided by the number of all ranks, not of those that have batches."""
         self._wrapper = wrapper
+        self._divides_by_all = divides_by_all
         self.reducer = reducer
         """The reducer of the wrapper."""
         self._iteration = _Iteration.EXPECTED
@@ -72,7 +74,7 @@ class ShadowHook(JoinHook):
         """Use the buffers of the first rank that has batches, and divide by the number of such ranks if asked to."""
         active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
         if active:
-            divide_by = len(marks) if self._wrapper._divide_by_initial_world_size else len(active)
+            divide_by = len(marks) if self._divides_by_all else len(active)
             self.reducer.common.set_participants(active, divide_by)
 
     def main_hook(self) -> None:
