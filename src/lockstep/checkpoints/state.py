@@ -20,6 +20,7 @@ from lockstep.distributed.replication.replication import Replication, find_repli
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.run_all import RunAll
 from lockstep.tree import tree_map
+from lockstep.wrapper import unwrapped
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
 OWN = ", of each rank"
@@ -98,7 +99,7 @@ def entries_of(state: Mapping[str, Any]) -> list[Entry]:
 
 def _entry(name: str, value: Any) -> Entry:
     given = value.value if isinstance(value, PerRank) else value
-    target = _unwrapped(given)
+    target = unwrapped(given)
     kind = _kind_of(name, target)
     own = isinstance(value, PerRank) or kind == GENERATOR
     if isinstance(target, ResumableSampler):
@@ -106,17 +107,6 @@ def _entry(name: str, value: Any) -> Entry:
     else:
         own = own or isinstance(target, DataLoader | Sampler)
     return Entry(name, target, kind + OWN if own else kind, given)
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the module inside wrappers that add a prefix to its names."""
-    while True:
-        if isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            value = value.module
-        elif isinstance(value, nn.Module) and isinstance(getattr(value, "_orig_mod", None), nn.Module):
-            value = value._orig_mod
-        else:
-            return value
 
 
 def _kind_of(name: str, target: Any) -> str:

@@ -12,7 +12,7 @@ from lockstep.shares.share_exchange import ShareExchange
 
 
 class EarlyBuckets:
-    """Sends those buckets of ``exchange`` that may be sent early; they number parameters from the last to the first."""
+    """Sends those buckets of ``exchange`` that may be sent early."""
 
     def __init__(
         self, exchange: ShareExchange, gradients: ShareGradients, share: int, expected: Collection[int]
@@ -20,9 +20,8 @@ class EarlyBuckets:
         self._exchange = exchange
         self._gradients = gradients
         self._share = share
-        last = len(gradients.parameters) - 1
         leaving = exchange.plan.buckets[: exchange.plan.leave_early]
-        self._bucket_of = {last - slot.index: n for n, bucket in enumerate(leaving) for slot in bucket.slots}
+        self._bucket_of = {slot.index: n for n, bucket in enumerate(leaving) for slot in bucket.slots}
         self._missing: list[set[int]] = [set() for _ in leaving]
         for number in expected:
             if number in self._bucket_of:

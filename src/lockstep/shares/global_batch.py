@@ -49,10 +49,7 @@ class GlobalBatch:
         self._step = step
         self._loaded = loaded
         self._done = done
-        self._own = shares_of(world.rank, world.size, step.count)
-        audit = step.audit
-        self._again = audit.share if audit is not None and audit.auditor == world.rank else None
-        self._left = len(self._own) + (self._again is not None)
+        self._left = step.loaded_by(world.rank, world.size)
         self._is_begun = False
 
     @property
@@ -76,7 +73,7 @@ class GlobalBatch:
         return self._world.is_auditing
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(shares_of(self._world.rank, self._world.size, self._step.count))
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
@@ -89,22 +86,16 @@ class GlobalBatch:
 
     def _run(self) -> Iterator[Any]:
         with self._world.under_way(self._step):
-            for share in self._own:
-                rows = self._load()
-                with self._world.entered(share):
-                    yield rows
-            if self._again is not None:
-                rows = self._load()
-                with self._world.entered(self._again, again=True):
+            while self._left:
+                share, again = self._left.pop(0)
+                rows = next(self._loaded)
+                with self._world.entered(share, again=again):
                     yield rows
         self._done()
-
-    def _load(self) -> Any:
-        self._left -= 1
-        return next(self._loaded)
 
     def skip(self) -> None:
         """Consume the shares that were not requested."""
         self._is_begun = True
-        while self._left:
-            self._load()
+        for _ in self._left:
+            next(self._loaded)
+        self._left = []

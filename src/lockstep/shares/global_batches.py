@@ -14,7 +14,6 @@ from lockstep.shares.global_batch import LASTS, GlobalBatch, Last, batches_in, o
 from lockstep.shares.samples import SeededShares, ShareKey, as_it_is
 from lockstep.shares.share_state import ShareWorld, check_shares, world_of
 from lockstep.shares.share_step import Step, plan_audit
-from lockstep.shares.share_tree import shares_of
 
 _DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")
 """Arguments of ``DataLoader`` that are decided here."""
@@ -111,12 +110,15 @@ class GlobalBatches:
     @property
     def batches_left(self) -> int:
         """The number of batches that the next iteration yields: fewer than in an epoch if it continues within one."""
-        left_out = [epoch == self._epoch and batch >= self._batch for epoch, batch in self._left_out]
-        return len(self) - self._batch - sum(left_out)
+        return sum(1 for _ in self._numbers(self._epoch, self._batch))
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
-        return batches_in(len(self.dataset), self.batch_size, self.last)  # type: ignore[arg-type]
+        return batches_in(self._samples, self.batch_size, self.last)
+
+    @property
+    def _samples(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         world = self._world()
@@ -154,17 +156,14 @@ class GlobalBatches:
             parts = split(self._rows(order, number), self.shares)
             audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
             _, upcoming = next(self._following(epoch, number + 1))
-            samples = len(self.dataset)  # type: ignore[arg-type]
             rows = tuple(map(len, parts))
-            shares = self._count_of(upcoming)
-            yield Step(self.seed, epoch, number, rows, self.shares, shares, samples, self.shuffle, audit), parts
-
-    def _count_of(self, number: int) -> int:
-        """Return the number of shares of a batch: fewer if there are not enough rows left."""
-        return min(self.shares, self.batch_size, len(self.dataset) - number * self.batch_size)  # type: ignore[arg-type]
+            # Fewer shares if not enough rows are left.
+            next_count = min(self.shares, self.batch_size, self._samples - upcoming * self.batch_size)
+            step = Step(self.seed, epoch, number, rows, self.shares, next_count, self._samples, self.shuffle, audit)
+            yield step, parts
 
     def _order(self, epoch: int) -> list[int]:
-        return order_of(len(self.dataset), self.seed, epoch, self.shuffle)  # type: ignore[arg-type]
+        return order_of(self._samples, self.seed, epoch, self.shuffle)
 
     def _rows(self, order: list[int], number: int) -> list[int]:
         return order[number * self.batch_size : (number + 1) * self.batch_size]
@@ -181,10 +180,7 @@ class GlobalBatches:
         """Yield the keys of the shares that this rank loads, from the next batch to the end of its epoch."""
         world, epoch = self._world(), self._epoch
         for step, parts in self._steps(epoch, self._batch):
-            own = list(shares_of(world.rank, world.size, step.count))
-            if step.audit is not None and step.audit.auditor == world.rank:
-                own.append(step.audit.share)
-            for share in own:
+            for share, _ in step.loaded_by(world.rank, world.size):
                 yield [ShareKey(self.seed, epoch, step.batch, share, tuple(parts[share]))]
 
     # ----------------------------------------------------------------------------------- batches left out
@@ -230,7 +226,7 @@ class GlobalBatches:
 
     def _fixed(self) -> dict[str, Any]:
         return {
-            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "samples": self._samples,
             "batch_size": self.batch_size,
             "shares": self.shares,
             "seed": self.seed,

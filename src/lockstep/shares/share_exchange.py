@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.buckets import Bucket, TensorSpec, plan_buckets
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.shares.spare import SpareMemory
-from lockstep.shares.transport import AllToAllTransport, Layout, SharedMemoryTransport, Terms, Transport
+from lockstep.shares.transport import Layout, Terms, Transport, transport_of
 
 CAP_BYTES = 25 * 1024 * 1024
 SMALL_BYTES = 1024 * 1024
@@ -97,17 +97,19 @@ class ShareExchange:
         self._sums: Sequence[Terms] = ()
 
     @torch.no_grad()
-    def place(self, first_share: int, values: list[Tensor | None]) -> None:
+    def place(self, first_share: int, values: list[Tensor | None]) -> list[Tensor | None]:
         """Copy the values of ``first_share`` to the memory that they are sent from, if a partial sum of this rank
-        begins with it and such memory exists before the end of the step. The copies replace the entries of
-        ``values``."""
+        begins with it and such memory exists before the end of the step. Return the copies, or the values."""
         begins = self.plan.layout.first_shares[self._collectives.rank]
-        if first_share in begins:
-            for bucket, transport in zip(self.plan.buckets, self._transports, strict=True):
-                given = [values[slot.index] if slot.index < len(values) else None for slot in bucket.slots]
-                for slot, value in zip(bucket.slots, transport.place(begins.index(first_share), given), strict=True):
-                    if value is not None:
-                        values[slot.index] = value
+        if first_share not in begins:
+            return values
+        of_buffers = sum(len(bucket.slots) for bucket in self.plan.buckets) - len(values)
+        placed = [*values, *[None] * of_buffers]
+        for bucket, transport in zip(self.plan.buckets, self._transports, strict=True):
+            given = [placed[slot.index] for slot in bucket.slots]
+            for slot, value in zip(bucket.slots, transport.place(begins.index(first_share), given), strict=True):
+                placed[slot.index] = value
+        return placed[: len(values)]
 
     @torch.no_grad()
     def send_next(self, sums: Sequence[Terms]) -> None:
@@ -171,11 +173,9 @@ class ShareExchange:
         return received
 
     def _transport(self, number: int) -> Transport:
-        bucket, collectives = self.plan.buckets[number], self._collectives
-        row_bytes = self._row_bytes if number + 1 == len(self.plan.buckets) else 0
-        if collectives.can_add_in_order(bucket.device):
-            return SharedMemoryTransport(bucket, self.plan.layout, collectives, row_bytes)
-        return AllToAllTransport(bucket, self.plan.layout, collectives, row_bytes, self._spare)
+        is_last = number + 1 == len(self.plan.buckets)
+        row_bytes = self._row_bytes if is_last else 0
+        return transport_of(self.plan.buckets[number], self.plan.layout, self._collectives, row_bytes, self._spare)
 
     def _settle(self) -> None:
         """Wait for the bucket sent last if it holds extra memory meanwhile: so there are never two of these."""

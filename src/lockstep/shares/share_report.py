@@ -1,4 +1,4 @@
-"""The report of a step: one row from each rank, of whole numbers of eight bytes.
+"""The report of a step: one row of bytes from each rank.
 
 A row begins with a head, which means the same on every rank, even if their modules or steps are not the same."""
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isnan
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -50,17 +50,16 @@ class Head(NamedTuple):
 
     def to_row(self) -> Tensor:
         """Return the head as bytes."""
-        return _bytes_of(self)
+        return _packed(_HEAD, self)
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """Return the heads of the rows of all ranks."""
-        flags = cls._fields.index("stops")
-        heads = _numbers_of(rows[:, :HEAD_BYTES])
-        return [cls._make([*head[:flags], *map(bool, head[flags:])]) for head in heads]
+        return [cls(*_HEAD.unpack(bytes(row))) for row in rows[:, :HEAD_BYTES].tolist()]
 
 
-HEAD_BYTES = 8 * len(Head._fields)
+_HEAD = struct.Struct("<5q5?")
+HEAD_BYTES = _HEAD.size
 """Size of a head in bytes."""
 
 
@@ -81,38 +80,37 @@ class ShareReport:
     @staticmethod
     def row_bytes(shares: int, parameters: int, buffers: int, buckets: int) -> int:
         """Return the size of a row with so many shares, parameters, buffers, and buckets that may be late, in bytes."""
-        return HEAD_BYTES + 8 * (shares + parameters + buffers + buckets)
+        return HEAD_BYTES + _body(shares, parameters, buffers, buckets).size
 
     def to_row(self) -> Tensor:
         """Return the report as bytes."""
-        weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
-        return _bytes_of([*self.head, *weights, *self.used, *self.changed_buffers, *self.late])
+        columns = self._columns
+        body = _packed(_body(*map(len, columns)), [each for column in columns for each in column])
+        return torch.cat([self.head.to_row(), body])
+
+    @property
+    def _columns(self) -> tuple[Sequence[Any], ...]:
+        return self.weights, self.used, self.changed_buffers, self.late
 
     @classmethod
     def of_rows(cls, rows: Tensor, like: Self) -> tuple[list[Self], list[Tensor]]:
         """Return the reports of all ranks, each with as many entries as ``like``, and the bytes behind each."""
-        end = len(like.to_row())
-        bodies = _numbers_of(rows[:, HEAD_BYTES:end])
-        reports = [cls._of_row(head, body, like) for head, body in zip(Head.of_rows(rows), bodies, strict=True)]
+        lengths = [len(column) for column in like._columns]
+        body = _body(*lengths)
+        end = HEAD_BYTES + body.size
+        reports = []
+        for head, row in zip(Head.of_rows(rows), rows[:, HEAD_BYTES:end].tolist(), strict=True):
+            entries = iter(body.unpack(bytes(row)))
+            reports.append(cls(head, *(list(islice(entries, length)) for length in lengths)))
         return reports, list(rows[:, end:])
 
-    @classmethod
-    def _of_row(cls, head: Head, row: Sequence[int], like: Self) -> Self:
-        entries = iter(row)
-        bits = struct.pack(f"<{len(like.weights)}q", *islice(entries, len(like.weights)))
-        weights = struct.unpack(f"<{len(like.weights)}d", bits)
-        used = [bool(each) for each in islice(entries, len(like.used))]
-        changed = list(islice(entries, len(like.changed_buffers)))
-        return cls(head, weights, used, changed, [bool(each) for each in entries])
+
+def _body(shares: int, parameters: int, buffers: int, buckets: int) -> struct.Struct:
+    return struct.Struct(f"<{shares}d{parameters}?{buffers}q{buckets}?")
 
 
-def _bytes_of(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
-
-
-def _numbers_of(rows: Tensor) -> list[list[int]]:
-    numbers: list[list[int]] = rows.contiguous().view(torch.int64).tolist()
-    return numbers
+def _packed(layout: struct.Struct, values: Sequence[Any]) -> Tensor:
+    return torch.frombuffer(bytearray(layout.pack(*values)), dtype=torch.uint8)
 
 
 def number_of(*parts: object) -> int:

@@ -68,7 +68,7 @@ class ShareWorld:
         self._modules.append(weakref.ref(module))
         self._state.modules_with_shares += 1
         if self.step is not None:
-            module.open(self.step, self._own)
+            module.open(self.step)
             if self.share is not None:
                 self._enter(module, self.share)
 
@@ -87,7 +87,7 @@ class ShareWorld:
             with random_streams(devices) as self._seed:
                 self.step = step
                 for each in self.modules:
-                    each.open(step, self._own)
+                    each.open(step)
                 yield
             for each in self._used_on_any_rank():
                 each.finish()

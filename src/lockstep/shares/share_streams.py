@@ -20,7 +20,7 @@ import torch
 from lockstep.local.random_streams import drawing_from
 from lockstep.seeds import derive_seed
 
-Seed = Callable[[int], None]
+Seed = Callable[[int], object]
 _process = threading.Lock()
 """Held by the step that seeds the generators of the process."""
 
@@ -49,21 +49,13 @@ def _torch_stream() -> Iterator[Seed]:
     if threading.current_thread() is threading.main_thread():
         before = torch.random.get_rng_state()
         try:
-            yield _seed_default
+            yield torch.default_generator.manual_seed
         finally:
             torch.random.set_rng_state(before)
     else:
         own = torch.Generator()
         with drawing_from(own):
-            yield lambda seed: _seed(own, seed)
-
-
-def _seed_default(seed: int) -> None:
-    _seed(torch.random.default_generator, seed)  # type: ignore[attr-defined]
-
-
-def _seed(generator: Any, seed: int) -> None:
-    generator.manual_seed(seed)
+            yield own.manual_seed
 
 
 @contextmanager
