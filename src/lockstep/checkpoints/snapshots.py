@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints.files import FileSystem, make_folders
+from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import UNFINISHED, StoredFile, list_saved, rank_file
 from lockstep.checkpoints.lineage import lineage_of
 from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room, note_run
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.removal import discard
 from lockstep.checkpoints.saving import Saving
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.tree import tensors_in

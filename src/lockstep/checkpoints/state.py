@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.sampler import ResumableSampler
@@ -222,12 +221,7 @@ def copy_of(entry: Entry) -> Parts:
     """Return the parts that would restore an object's present state; tensors are copied to the CPU."""
     if entry.kind.startswith(VALUE) and not isinstance(entry.target, Tensor):
         return Parts(copy.copy(entry.target), {})  # its members are replaced, not written to
-    parts = read(entry)
-    own = {name: _copied(value, None if name in (TRAINING, COMMON) else "cpu") for name, value in parts.own.items()}
-    shared = _copied(parts.shared, "cpu")
-    if hasattr(parts.shared, "_metadata"):
-        shared._metadata = parts.shared._metadata
-    return Parts(shared, own)
+    return HostCopies().of({entry.name: read(entry)})[entry.name]
 
 
 class HostCopies:
@@ -273,17 +267,6 @@ class HostCopies:
             copies = {name: Parts(whole_copy(each.shared), whole_copy(each.own)) for name, each in parts.items()}
         self._free = used  # memory that this call did not need is given up
         return copies
-
-
-def _copied(value: Any, device: str | None) -> Any:
-    """Return a nested value with copies of its tensors, on their own devices or on ``device``."""
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.is_meta or is_lazy(leaf):
-            return leaf
-        return leaf.detach().to(device or leaf.device, copy=True)
-
-    return tree_map(copied, value)
 
 
 def _fill(name: str, target: Any, value: Any) -> None:

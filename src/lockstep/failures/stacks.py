@@ -87,10 +87,6 @@ def own_stack(ident: int) -> Thread | None:
     return Thread(ident, "", tuple(walked[::-1]))
 
 
-def _frame(summary: traceback.FrameSummary) -> Frame:
-    return Frame(summary.filename, summary.lineno or 0, summary.name)
-
-
 class _Answering:
     """Makes this process answer questions for its stacks for as long as any part of it wants that."""
 

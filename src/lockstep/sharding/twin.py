@@ -5,7 +5,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -68,9 +67,8 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
 
 def copied_options(group: dict[str, Any]) -> dict[str, Any]:
     """Return copies of the options of a group, without its parameters."""
-    names = (name for name in group if name not in ("params", "param_names"))
-    return {name: _copied(group[name]) for name in names}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }

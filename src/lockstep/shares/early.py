@@ -1,8 +1,8 @@
 """Sends buckets while the backward pass of the last share runs.
 
 A bucket is sent when it has all the gradients that it had in the step before. Partial sums and gradients are kept
-meanwhile: if another gradient comes after all - a share runs a second backward - all ranks send its bucket once more at
-the end.
+meanwhile: if another gradient comes after all - a share runs a second backward - all ranks send these buckets once more
+at the end.
 """
 
 from collections.abc import Collection
@@ -26,8 +26,8 @@ class EarlyBuckets:
         for number in expected:
             if number in self._bucket_of:
                 self._missing[self._bucket_of[number]].add(number)
-        self.late: set[int] = set()
-        """The buckets that were sent before another of their gradients came."""
+        self.is_late = False
+        """True if a bucket was sent before another of its gradients came."""
 
     def arrived(self, number: int) -> None:
         """Record a parameter's gradient; send the buckets that are complete now."""
@@ -35,7 +35,7 @@ class EarlyBuckets:
         if bucket is None:
             return
         if bucket < self._exchange.sent:
-            self.late.add(bucket)
+            self.is_late = True
             return
         self._missing[bucket].discard(number)
         while self._exchange.sent < len(self._missing) and not self._missing[self._exchange.sent]:

@@ -297,21 +297,20 @@ class ShareModule:
             skips=loops.skips_next,
             ends=loops.innermost.batch.ends,
             differs=now.exchange is None,
+            is_late=now.early is not None and now.early.is_late,
         )
 
     def _report(self, head: Head, now: _InStep) -> ShareReport:
         weights = [now.weights.get(share, nan) for share in range(now.step.count)]
-        leaving = 0 if now.exchange is None else now.exchange.plan.leave_early
-        late = [now.early is not None and number in now.early.late for number in range(leaving)]
-        return ShareReport(head, weights, self._gradients.used, self._buffers.first_change, late)
+        return ShareReport(head, weights, self._gradients.used, self._buffers.first_change)
 
     def _receive(
         self, exchange: ShareExchange, reports: Sequence[ShareReport], used: Sequence[bool], averaged: Sequence[int]
     ) -> tuple[Values, dict[int, Tensor]]:
         """Return the sums over all shares, of the gradients and of the buffers that travelled with them."""
-        late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
-        exchange.send_again([number for number, is_late in enumerate(late) if is_late])
-        self._may_overlap = self._may_overlap and not any(late)
+        if any(report.head.is_late for report in reports):
+            exchange.send_again()
+            self._may_overlap = False
         sums = dict(exchange.receive())
         total = [sums[number] if is_used else None for number, is_used in enumerate(used)]
         return total, {number: sums[len(used) + place] for place, number in enumerate(averaged)}

@@ -26,7 +26,7 @@ from lockstep.errors import AgreementError
 from lockstep.shares.gradients import sum_dtype
 from lockstep.shares.share_buffers import TravellingBuffers, specs_of
 from lockstep.shares.share_exchange import ExchangePlan, ShareExchange
-from lockstep.shares.share_report import HEAD_BYTES, Head, ShareReport
+from lockstep.shares.share_report import HEAD_BYTES, Head, layout_of
 from lockstep.shares.share_step import Step
 from lockstep.shares.spare import SpareMemory
 
@@ -133,7 +133,7 @@ class Agreement:
         members = self._members
         averaged = specs_of([members.buffers[number] for number in buffers.averaged])
         plan = ExchangePlan(members.specs, averaged, count, self._collectives)
-        row_bytes = ShareReport.row_bytes(count, len(members.trained), len(members.buffers), plan.leave_early)
+        row_bytes = HEAD_BYTES + layout_of(count, len(members.trained), len(members.buffers)).size
         kept = sum(members.buffers[number].nbytes for number in buffers.kept)
         return _Agreed(count, buffers, plan, row_bytes + kept)
 

@@ -6,7 +6,7 @@ them, and the averaged buffers. A rank has one flat part of each bucket for each
 with the last one, each rank sends a row of bytes, its report.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -149,9 +149,9 @@ class ShareExchange:
         return self.rows()
 
     @torch.no_grad()
-    def send_again(self, numbers: Collection[int]) -> None:
-        """Begin to send buckets again, because some rank has got further gradients for them since."""
-        for number in numbers:
+    def send_again(self) -> None:
+        """Begin to send the first buckets again, because some rank has got further gradients since it sent them."""
+        for number in range(self.plan.leave_early):
             self._transports[number].wait()
             self._transports[number] = self._transport(number)
             self._transports[number].fill(self._sums)

@@ -5,7 +5,6 @@ A row begins with a head, which means the same on every rank, even if their modu
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import isnan
 from typing import Any, NamedTuple, Self
 
@@ -47,6 +46,8 @@ class Head(NamedTuple):
     differs: bool = False
     """True if this rank has another module, or another number of shares, than the ranks have agreed on: then nothing
     follows the head."""
+    is_late: bool = False
+    """True if another gradient came after its bucket was sent."""
 
     def to_row(self) -> Tensor:
         """Return the head as bytes."""
@@ -58,7 +59,7 @@ class Head(NamedTuple):
         return [cls(*_HEAD.unpack(bytes(row))) for row in rows[:, :HEAD_BYTES].tolist()]
 
 
-_HEAD = struct.Struct("<5q5?")
+_HEAD = struct.Struct("<5q6?")
 HEAD_BYTES = _HEAD.size
 """Size of a head in bytes."""
 
@@ -74,39 +75,32 @@ class ShareReport:
     """True for each parameter that has a gradient."""
     changed_buffers: Sequence[int]
     """The first share of this rank that has changed each buffer, or -1."""
-    late: Sequence[bool] = ()
-    """True for each bucket for which another gradient came after it was sent."""
 
-    @staticmethod
-    def row_bytes(shares: int, parameters: int, buffers: int, buckets: int) -> int:
-        """Return the size of a row with so many shares, parameters, buffers, and buckets that may be late, in bytes."""
-        return HEAD_BYTES + _body(shares, parameters, buffers, buckets).size
+    @property
+    def layout(self) -> struct.Struct:
+        """The layout of the report's row behind its head."""
+        return layout_of(len(self.weights), len(self.used), len(self.changed_buffers))
 
     def to_row(self) -> Tensor:
         """Return the report as bytes."""
-        columns = self._columns
-        body = _packed(_body(*map(len, columns)), [each for column in columns for each in column])
+        body = _packed(self.layout, [*self.weights, *self.used, *self.changed_buffers])
         return torch.cat([self.head.to_row(), body])
-
-    @property
-    def _columns(self) -> tuple[Sequence[Any], ...]:
-        return self.weights, self.used, self.changed_buffers, self.late
 
     @classmethod
     def of_rows(cls, rows: Tensor, like: Self) -> tuple[list[Self], list[Tensor]]:
         """Return the reports of all ranks, each with as many entries as ``like``, and the bytes behind each."""
-        lengths = [len(column) for column in like._columns]
-        body = _body(*lengths)
-        end = HEAD_BYTES + body.size
+        layout, shares = like.layout, len(like.weights)
+        end, used = HEAD_BYTES + layout.size, shares + len(like.used)
         reports = []
         for head, row in zip(Head.of_rows(rows), rows[:, HEAD_BYTES:end].tolist(), strict=True):
-            entries = iter(body.unpack(bytes(row)))
-            reports.append(cls(head, *(list(islice(entries, length)) for length in lengths)))
+            values = layout.unpack(bytes(row))
+            reports.append(cls(head, values[:shares], values[shares:used], values[used:]))
         return reports, list(rows[:, end:])
 
 
-def _body(shares: int, parameters: int, buffers: int, buckets: int) -> struct.Struct:
-    return struct.Struct(f"<{shares}d{parameters}?{buffers}q{buckets}?")
+def layout_of(shares: int, parameters: int, buffers: int) -> struct.Struct:
+    """Return the layout of a report's row behind its head."""
+    return struct.Struct(f"<{shares}d{parameters}?{buffers}q")
 
 
 def _packed(layout: struct.Struct, values: Sequence[Any]) -> Tensor:
