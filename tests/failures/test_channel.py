@@ -195,7 +195,7 @@ def test_all_leave_in_order():
 
 
 def meeting(store, rank, world):
-    return Meeting(BoundedStore(dist.PrefixStore("test", store)), rank, world, "here", SOON)
+    return Meeting(BoundedStore(dist.PrefixStore("test", store)), rank, range(world), "here", SOON)
 
 
 def test_a_rank_that_fails_before_all_have_met_is_named():

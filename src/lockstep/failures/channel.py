@@ -96,10 +96,10 @@ class FailureChannel:
         try:
             store = own_connection(store, timeout)
         except StoreLostError as error:
-            raise store_lost(rank, len(self.global_ranks), error) from error
+            raise store_lost(self.rank, len(self.global_ranks), error) from error
         self._log = FailureLog(store)
         try:
-            neighbours, listener, own = self._meet_neighbours(store, rank, host, timeout)
+            neighbours, listener, own = self._meet_neighbours(store, host, timeout)
         except BaseException:
             self._log.close()
             raise
@@ -111,30 +111,27 @@ class FailureChannel:
         self._wait_for_all(deadline, timeout)
 
     def _meet_neighbours(
-        self, store: Any, rank: int, host: str, timeout: float
-    ) -> tuple[list[Connection], socket.socket | None, Place]:
-        """Connect to both neighbours by their ranks in the ring; then give them the ranks that messages name."""
+        self, store: Any, host: str, timeout: float
+    ) -> tuple[Sequence[Connection], socket.socket | None, Place]:
+        """Connect to both neighbours in the ring."""
         world = len(self.global_ranks)
         if world == 1:
             return [], None, Place(host, socket.gethostname(), os.getpid(), network.LOOPBACK)
         with contextlib.ExitStack() as stack:
             try:
                 meeting_place = stack.enter_context(contextlib.closing(BoundedStore(store, timeout)))
-                meeting = Meeting(meeting_place, rank, world, host, self.link_timeout)
+                meeting = Meeting(meeting_place, self.rank, self.global_ranks, host, self.link_timeout)
                 stack.callback(meeting.close)
-                neighbours, listener, own = meeting.connect(timeout, self._check_log)
+                return meeting.connect(timeout, self._check_log)
             except StoreLostError as error:
-                raise store_lost(rank, world, error) from error
+                raise store_lost(self.rank, world, error) from error
             except NotMetError as error:
                 kind, what = (Kind.ENDED, "") if error.has_ended else (Kind.ABSENT, str(error))
-                self.failure = self._log.append(Failure(self.global_ranks[error.rank], kind, 0, "start-up", what))
+                self.failure = self._log.append(Failure(error.rank, kind, 0, "start-up", what))
                 self._known.set()
                 if error.has_ended:  # else this rank ends at once, and must not be taken for the missing one
                     time.sleep(START_UP_SECONDS)
                 raise self._start_up_error() from error
-        for each in neighbours:
-            each.peer = self.global_ranks[each.peer]
-        return list(neighbours), listener, own
 
     def _wait_for_all(self, deadline: float, timeout: float) -> None:
         """Return when every rank has sent its place; raise if one fails before that, or does not come."""

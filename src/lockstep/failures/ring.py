@@ -157,18 +157,21 @@ class NotMetError(CommunicationError):
 
 
 class Meeting:
-    """The neighbours of one rank, before they are connected.
+    """The neighbours of a ``rank``, by their order in ``ranks``, before they are connected.
 
     A rank first writes on which host it is. It listens on the loopback interface if the previous rank is on the same
     host, else at an address that the previous rank can reach.
     """
 
-    def __init__(self, bounded_store: BoundedStore, rank: int, world: int, host: str, link_timeout: float) -> None:
+    def __init__(
+        self, bounded_store: BoundedStore, rank: int, ranks: Sequence[int], host: str, link_timeout: float
+    ) -> None:
         self._bounded_store = bounded_store
         self._rank = rank
-        self._world = world
-        self._next = (rank + 1) % world
-        self._previous = (rank - 1) % world
+        self._ranks = ranks
+        place = ranks.index(rank)
+        self._next = ranks[(place + 1) % len(ranks)]
+        self._previous = ranks[place - 1]
         self._link_timeout = link_timeout
         self._listener: socket.socket | None = None
         self._secret = secrets.token_hex(16)
@@ -272,7 +275,7 @@ class Meeting:
         select.select(waiting, [], [], LOOK_SECONDS)
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._strangers.append(Connection(self._listener.accept()[0], -1, self._link_timeout))
+                self._strangers.append(Connection(self._listener.accept()[0], self._previous, self._link_timeout))
         expected = json.dumps({"rank": self._previous, "secret": self._secret})
         for each in list(self._strangers):
             try:
@@ -282,7 +285,6 @@ class Meeting:
             if hello or gone:
                 self._strangers.remove(each)
                 if hello and hmac.compare_digest(json.dumps(hello[0]), expected):
-                    each.peer = self._previous
                     return each
                 each.close()
         self._probe_previous()
@@ -300,10 +302,10 @@ class Meeting:
         self._suspect = reach([(address["ip"], address["port"])], LOOK_SECONDS) == [Reach.REFUSES]
 
     def _missing(self, timeout: float) -> CommunicationError:
-        missing = [rank for rank in range(self._world) if self._place_of(rank, _HOST) is None]
+        missing = [rank for rank in self._ranks if self._place_of(rank, _HOST) is None]
         if missing:
-            return NotMetError(missing[0], absent(missing, self._world, timeout))
-        text = f"not all of {self._world} ranks had connected to each other after {timeout:g} s"
+            return NotMetError(missing[0], absent(missing, len(self._ranks), timeout))
+        text = f"not all of {len(self._ranks)} ranks had connected to each other after {timeout:g} s"
         if self._trouble:
             text += f". {self._trouble}: look at the network between the hosts, or {network.SET_INTERFACE}"
         return CommunicationError(text)

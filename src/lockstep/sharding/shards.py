@@ -26,7 +26,7 @@ from lockstep.distributed.comm.agreement import all_gather_object, first_differi
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.dtensors import is_dtensor, local_part
 from lockstep.errors import AgreementError, LayoutError, PeerError, ShardingError
-from lockstep.sharding.granularity import Granularity, Trials
+from lockstep.sharding.granularity import Trials
 from lockstep.sharding.partition import Piece, cut_evenly, matrix_cost, share_out
 from lockstep.sharding.pieces import (
     as_bytes,
@@ -118,21 +118,20 @@ class Shards:
         if not new:
             return
         names = find_names()
-        sizes = [self._granularity(group, parameter, names) for group, parameter in new]
+        are_whole = [self._needs_whole(group, parameter, names) for group, parameter in new]
         first = len(self.placed)
-        for (_, parameter), size in zip(new, sizes, strict=True):
+        for (_, parameter), is_whole in zip(new, are_whole, strict=True):
             self._numbers[id(parameter)] = len(self.placed)
             self._has_dtensors = self._has_dtensors or is_dtensor(parameter)
             kind = parameter.dtype, parameter.shape, parameter.device
-            self.placed.append(Placed(names[id(parameter)], parameter, size is Granularity.PARAMETER, kind))
+            self.placed.append(Placed(names[id(parameter)], parameter, is_whole, kind))
         self._give_out(range(first, len(self.placed)))
         self._digest = self._digest_places()
         self._bind()
 
-    def _granularity(self, group: dict[str, Any], parameter: Tensor, names: dict[int, str]) -> Granularity:
+    def _needs_whole(self, group: dict[str, Any], parameter: Tensor, names: dict[int, str]) -> bool:
         check_dense(parameter, names[id(parameter)])
-        found = self._trials.granularity(group, local_part(parameter))
-        return found if parameter.dim() else Granularity.PARAMETER  # an element is as good as the whole
+        return self._trials.needs_whole(group, local_part(parameter)) or not parameter.dim()
 
     def _give_out(self, numbers: Sequence[int]) -> None:
         world = self.collectives.world

@@ -13,10 +13,9 @@ from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.parameters import Selection
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
-from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.share_agreement import Agreement, Members
-from lockstep.shares.share_buffers import ShareBuffers
+from lockstep.shares.share_buffers import ShareBuffers, Versions
 from lockstep.shares.share_exchange import ShareExchange, with_buffers
 from lockstep.shares.share_report import (
     EVALUATION,
@@ -43,13 +42,14 @@ class _InStep:
         self.step = step
         self.exchange: ShareExchange | None = None
         """None if this rank is alone, or the ranks have not agreed on an exchange of the module as it is."""
-        self.early: EarlyBuckets | None = None
         self.evidence: Evidence | None = None
         """None if the step is not audited."""
+        self.buffers = ShareBuffers([], step.count, [])
+        """Those of the module once the step is open."""
         self.share: int | None = None
         """The share under way."""
         self.is_last = False
-        """True from the last share of this rank on."""
+        """True in the last share of this rank."""
         self.is_auditing = False
         """True if the share under way is computed for comparison only."""
         self.is_finishing = False
@@ -94,7 +94,7 @@ class ShareModule:
         """Begin to use the parameters and buffers that the module has now."""
         self._members = members = Members(self._selection, self._reduce_dtype)
         self._gradients = ShareGradients(members.trained, self._arrived, self._spare, self._reduce_dtype)
-        self._buffers = ShareBuffers(members.buffers)
+        self._left: Versions = []
         self._own = {id(parameter) for _, parameter in members.parameters}
         self._used_before: list[int] | None = None
 
@@ -106,7 +106,7 @@ class ShareModule:
     @property
     def is_used(self) -> bool:
         """True if a share of this rank has used the module in the step under way."""
-        return self._now is not None and (any(self._gradients.used) or self._buffers.is_used)
+        return self._now is not None and (any(self._gradients.used) or self._now.buffers.is_used)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -134,7 +134,7 @@ class ShareModule:
             names = [f"the gradient of {name}" for name in reversed(self._gradients.names)]
             now.evidence = Evidence([*names, *(f"buffer {buffer.name}" for buffer in self._members.buffers)])
         self._gradients.open()
-        self._buffers.open(step.count)
+        now.buffers = ShareBuffers(self._members.buffers, step.count, self._left)
 
     def _check(self, step: Step) -> None:
         if step.shares != self.shares:
@@ -154,13 +154,13 @@ class ShareModule:
         now.share = share
         now.is_last = is_last
         now.is_auditing = again
-        self._buffers.restore()
+        now.buffers.restore()
         if again:
             return
         self._gradients.enter()
         overlaps = self._may_overlap and self._is_only_one
         if is_last and now.exchange is not None and self._used_before is not None and overlaps:
-            now.early = EarlyBuckets(now.exchange, self._gradients, share, self._used_before)
+            now.exchange.send_early(self._used_before)
 
     @property
     def _is_only_one(self) -> bool:
@@ -175,10 +175,10 @@ class ShareModule:
         assert share is not None
         audit, exchange = now.step.audit, now.exchange
         if now.evidence is not None and audit is not None and (now.is_auditing or share == audit.share):
-            now.evidence.note([*reversed(self._gradients.now()), *self._buffers.now()], now.is_auditing)
+            now.evidence.note([*reversed(self._gradients.now()), *now.buffers.now()], now.is_auditing)
         if now.is_auditing:
             self._gradients.drop()
-            self._buffers.forget()
+            now.buffers.forget()
             return
         if exchange is not None and exchange.places:
             self._gradients.add(share, exchange.place)
@@ -186,7 +186,7 @@ class ShareModule:
             self._gradients.add_last(share)
         else:
             self._gradients.add(share)
-        self._buffers.add(share)
+        now.buffers.add(share)
 
     def abort(self) -> None:
         """Drop the results of the shares: the step will not be finished.
@@ -205,7 +205,9 @@ class ShareModule:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
             self._gradients.restore_grads()
-            self._buffers.forget()
+            now.buffers.forget()
+            # Values that were written are compared in the next step.
+            self._left = [] if now.buffers.written else now.buffers.versions()
 
     def finish(self) -> None:
         """Add up the results of all ranks; all shares of this rank have ended."""
@@ -219,7 +221,7 @@ class ShareModule:
             heads, first_changes = [each.head for each in reports], [each.changed_buffers for each in reports]
             travelling = self.agreement.buffers
             if self._collectives.world > 1:
-                self.agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
+                self.agreement.expect(now.buffers.travelling_next(first_changes), step.next_count)
             self._decisions.update(loops_of(heads), self._decisions.batch)
             check_modes(heads, self._collectives)
             self._check_precision(heads)
@@ -232,7 +234,8 @@ class ShareModule:
             else:
                 total, sums = self._receive(now.exchange, reports, used, travelling.averaged)
             self._gradients.set_grads(total, self._divisor(step, reports))
-            self._buffers.finish(first_changes, self._collectives, sums, kept)
+            now.buffers.finish(first_changes, self._collectives, sums, kept)
+            self._left = now.buffers.versions()
         self._now = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
@@ -257,14 +260,14 @@ class ShareModule:
         head = self._head(now)
         if self._collectives.world == 1:
             return [self._report(head, now)], [{}]
-        buffers = self._buffers.values()
+        buffers = now.buffers.values()
         head = head._replace(values=self.agreement.look(self.steps + 1, self._members, buffers))
         now.has_reported = True
         if now.exchange is None:
             report, rows = None, self.agreement.exchange().rows_alone(head.to_row())
         else:
             report = self._report(head, now)
-            rows = self._rows_of_all(now.exchange, report)
+            rows = self._rows_of_all(now, now.exchange, report)
         heads = Head.of_rows(rows)
         check_heads(heads, now.step, self._collectives)
         if any(each.differs for each in heads):
@@ -274,15 +277,15 @@ class ShareModule:
         if report is None:
             now.exchange = self.agreement.exchange()
             report = self._report(head, now)
-            rows = self._rows_of_all(now.exchange, report)
+            rows = self._rows_of_all(now, now.exchange, report)
         reports, kept = ShareReport.of_rows(rows, report)
-        return reports, [self._buffers.split_kept(each, self.agreement.buffers.kept) for each in kept]
+        return reports, [now.buffers.split_kept(each, self.agreement.buffers.kept) for each in kept]
 
-    def _rows_of_all(self, exchange: ShareExchange, report: ShareReport) -> Tensor:
+    def _rows_of_all(self, now: _InStep, exchange: ShareExchange, report: ShareReport) -> Tensor:
         """Send partial sums and the report; return the rows of all ranks."""
         buffers = self.agreement.buffers
-        sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(buffers.averaged))
-        exchange.send_rest(sums, torch.cat([report.to_row(), self._buffers.kept(buffers.kept)]), blocking=True)
+        sums = with_buffers(self._gradients.take_terms(), now.buffers.sums(buffers.averaged))
+        exchange.send_rest(sums, torch.cat([report.to_row(), now.buffers.kept(buffers.kept)]), blocking=True)
         return exchange.rows()
 
     def _head(self, now: _InStep) -> Head:
@@ -292,17 +295,17 @@ class ShareModule:
             number_of(*now.step.describe()),
             precision,
             now.modes,
-            self._buffers.written,
+            now.buffers.written,
             stops=loops.asks_to_stop,
             skips=loops.skips_next,
             ends=loops.innermost.batch.ends,
             differs=now.exchange is None,
-            is_late=now.early is not None and now.early.is_late,
+            is_late=now.exchange is not None and now.exchange.is_late,
         )
 
     def _report(self, head: Head, now: _InStep) -> ShareReport:
         weights = [now.weights.get(share, nan) for share in range(now.step.count)]
-        return ShareReport(head, weights, self._gradients.used, self._buffers.first_change)
+        return ShareReport(head, weights, self._gradients.used, now.buffers.first_change)
 
     def _receive(
         self, exchange: ShareExchange, reports: Sequence[ShareReport], used: Sequence[bool], averaged: Sequence[int]
@@ -349,8 +352,9 @@ class ShareModule:
         now = self._now
         if now is None or now.share is None:
             now = self._in_share(f"a backward pass has reached parameter {self._gradients.names[number]}, which")
-        if now.early is not None and not now.is_auditing:
-            now.early.arrived(number)
+        share = now.share
+        if share is not None and now.is_last and now.exchange is not None:
+            now.exchange.arrived(number, lambda: self._gradients.terms_with(share))
 
     def _in_share(self, what: str) -> _InStep:
         """Return the step under way; raise :class:`ShareError` if no share of it is, so that ``what`` cannot be."""
