@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Group, resolve_group
-from lockstep.distributed.reduction.buffers import Policy
+from lockstep.distributed.reduction.buffer_sync import Policy
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.ddp_compat import INSTEAD, BufferHookLocation, CompatibleNames
