@@ -249,8 +249,7 @@ def move(
     Communicates an all-to-all for each piece of the largest item of a wave, in which every rank takes part.
     """
     for wave in waves:
-        problem = _move_wave(wave, sizes, ranks, what, read, write)
-        ranks.together(what, partial(_raise, problem))
+        ranks.together(what, partial(_move_wave, wave, sizes, ranks, what, read, write))
 
 
 def _move_wave(
@@ -260,8 +259,8 @@ def _move_wave(
     what: str,
     read: Callable[[str, int, int], bytes],
     write: Callable[[str, bytes], object],
-) -> Exception | None:
-    """Return the error of this rank, if any. It takes part to the end, since the others wait for its pieces."""
+) -> None:
+    """Raise the error of this rank, if any, at the end: it takes part until then, as the others wait for its pieces."""
     sent = next((each for each in wave if each.source == ranks.rank), None)
     taken = next((each for each in wave if each.target == ranks.rank), None)
     problem: Exception | None = None
@@ -281,7 +280,8 @@ def _move_wave(
                 write(taken.item, received)
             except Exception as error:
                 problem = error
-    return problem
+    if problem is not None:
+        raise problem
 
 
 def _left(size: int, begin: int) -> int:
@@ -292,8 +292,3 @@ def _exactly(length: int, data: bytes, item: str) -> bytes:
     if len(data) != length:
         raise EOFError(f"{item} has become shorter while it was sent: {len(data)} bytes where there were {length}")
     return data
-
-
-def _raise(problem: Exception | None) -> None:
-    if problem is not None:
-        raise problem

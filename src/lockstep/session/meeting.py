@@ -83,7 +83,7 @@ def _publishing(path: Path, timeout: float) -> Iterator[Callable[[int], None]]:
     The file that a killed process has left is never locked again.
     """
     deadline = time.monotonic() + timeout
-    while _owner_lives(path):
+    while _port_in(path) is not None:
         if time.monotonic() > deadline:
             raise CommunicationError(f"another process is rank 0 of the same run: it has locked {path}")
         time.sleep(CONNECT_SECONDS)
@@ -102,19 +102,13 @@ def _publishing(path: Path, timeout: float) -> Iterator[Callable[[int], None]]:
             path.unlink(missing_ok=True)
 
 
-def _owner_lives(path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError), open(path) as file:
-        return _is_locked(file)
-    return False
-
-
 def _published_port(path: Path, environment: Environment, timeout: float) -> int:
     """Wait until rank 0 has published its port, and return it."""
     begin, told = time.monotonic(), False
     while True:
-        with contextlib.suppress(FileNotFoundError), open(path) as file:
-            if _is_locked(file):  # else it is of a process that has ended
-                return int(file.read())
+        port = _port_in(path)
+        if port is not None:
+            return port
         waited = time.monotonic() - begin
         if waited > timeout:
             raise CommunicationError(
@@ -129,13 +123,14 @@ def _published_port(path: Path, environment: Environment, timeout: float) -> int
         time.sleep(CONNECT_SECONDS)
 
 
-def _is_locked(file: Any) -> bool:
-    """Return True if another process holds the lock of a file."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
+def _port_in(path: Path) -> int | None:
+    """Return the port in a file that another process has locked; a process that has ended does not lock its file."""
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read())
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------- at an address
