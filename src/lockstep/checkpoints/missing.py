@@ -166,7 +166,7 @@ class Receiving:
         if item == self._own_name and self._own:
             return bytes(self._own[begin : begin + length])
         if begin == 0 and item in self._written:  # it was received here before
-            self._written[item].sync()
+            self._written[item].hand_over()
         folder = self._new.path if item in self._written else self._folder
         with open(folder / item, "rb") as file:
             file.seek(begin)

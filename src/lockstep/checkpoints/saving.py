@@ -239,9 +239,8 @@ class Saving:
         """
         sees = self._new.path.is_dir()
         answers = self._ranks.tell([sees, self._ranks.host], "who sees the first rank's folder")
-        apart = [host for _, host in answers]
         first = {host: rank for rank, (sees, host) in reversed(list(enumerate(answers))) if not sees}
-        return [0 if sees else first[host] for (sees, _), host in zip(answers, apart, strict=True)]
+        return [0 if sees else first[host] for sees, host in answers]
 
     def _write(self, leaders: list[int]) -> dict[str, Any]:
         """Write this rank's files, which stay open; return their entries in the manifest."""

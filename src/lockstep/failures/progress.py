@@ -6,6 +6,7 @@ opened the page before can read it after this one was killed.
 """
 
 import contextlib
+import functools
 import mmap
 import os
 import struct
@@ -128,7 +129,7 @@ class Progress:
 
     @current_phase.setter
     def current_phase(self, phase: str) -> None:
-        self._bytes[_PHASE:_WAITS_FOR] = _phases.get(phase) or _padded(phase, _WAITS_FOR - _PHASE)
+        self._bytes[_PHASE:_WAITS_FOR] = _padded(phase, _WAITS_FOR - _PHASE)
         self._times[_CHANGED_AT] = time.monotonic()
 
     @contextlib.contextmanager
@@ -258,6 +259,7 @@ def _read(page: bytes) -> Snapshot:
     return Snapshot(run, pid, thread, rank, world, step, phase, started, changed, waits_for, waits_since)
 
 
+@functools.lru_cache(256)
 def _padded(text: str, size: int) -> bytes:
     """Return as many whole characters as fit, padded with zeros."""
     data = text.encode()[: size - 1].decode(errors="ignore").encode()
@@ -311,7 +313,6 @@ def _phase_of_file(file: str) -> str | None:
 
 # ----------------------------------------------------------------------------------------------- all pages
 
-_phases = {str(phase): _padded(phase, _WAITS_FOR - _PHASE) for phase in Phase}
 _all: "weakref.WeakSet[Progress]" = weakref.WeakSet()
 
 

@@ -133,11 +133,8 @@ class Batches(Generic[B]):
                     active = [rank for rank, (length, _) in enumerate(rows) if length > number] if uneven else None
                     each.next_batch(loop, ends, uneven, active)
                 self._note_padding(is_padding or any(each.is_padding for each in decisions))
-                if not is_padding:
-                    yield batch
-                    continue
                 with ExitStack() as stack:
-                    for scheduler in self._schedulers:
+                    for scheduler in self._schedulers if is_padding else ():
                         stack.enter_context(scheduler.padding_batch())
                     yield batch
 

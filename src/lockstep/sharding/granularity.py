@@ -127,7 +127,7 @@ class _Trial:
         return values.clone().requires_grad_()
 
     def _step(self, groups: Sequence[Sequence[Tensor]], part: slice | None = None) -> Optimizer:
-        twin = make_twin(self._optimizer, self._kind, [[] for _ in self._optimizer.param_groups])
+        twin = make_twin(self._optimizer, self._kind)
         vars(twin)["param_groups"] = [{**copied_options(self._group), "params": list(each)} for each in groups]
         step = step_of(self._kind)
         for row in self._rows[2:]:

@@ -83,7 +83,7 @@ class Shards:
         self.by_rank: list[list[Piece]] = [[] for _ in range(collectives.world)]
         """The pieces of each rank."""
         self.own: list[OwnPiece] = []
-        self.twin = make_twin(optimizer, kind, [[] for _ in optimizer.param_groups])
+        self.twin = make_twin(optimizer, kind)
         self.steps = 0
         self._kind = kind
         self._step = step_of(kind)

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -14,16 +14,15 @@ _OWN = {"param_groups", "state", "step"}
 """Attributes that an optimizer does not share with its twin; its hooks are not shared either."""
 
 
-def make_twin(optimizer: Optimizer, kind: type[Optimizer], groups: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """Return an optimizer of class ``kind`` without state, with the options of each group of ``optimizer``."""
+def make_twin(optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
+    """Return an optimizer of class ``kind`` without state or parameters, with the options of each group of
+    ``optimizer``."""
     twin = kind.__new__(kind)
     vars(twin).update(shared_attributes(optimizer), state=defaultdict(dict))
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_"):
             vars(twin)[name] = type(value)() if isinstance(value, OrderedDict) else value
-    vars(twin)["param_groups"] = [
-        {**group, "params": list(tensors)} for group, tensors in zip(optimizer.param_groups, groups, strict=True)
-    ]
+    vars(twin)["param_groups"] = [{**group, "params": []} for group in optimizer.param_groups]
     return twin
 
 

@@ -131,12 +131,22 @@ class ShareGradients:
         """Return the sum over all shares of the step, if this rank has computed all of them."""
         sums = self._sums.sums
         self.drop_sums()
-        return add_up(sums, shares, lambda left, right: add_values(left, right, self._spare)) or []
+        return add_up(sums, shares, self._add) or []
 
     def drop_sums(self) -> None:
         """Drop the partial sums."""
-        self._sums: PartialSums[Values] = PartialSums(lambda _, left, __, right: add_values(left, right, self._spare))
+        self._sums: PartialSums[Values] = PartialSums(lambda _, left, __, right: self._add(left, right))
         self._last = None
+
+    @torch.no_grad()
+    def _add(self, left: Values, right: Values) -> Values:
+        """Return the sum of two partial sums, in the first one's memory if both have a value; the second's is spare."""
+        both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+        if both:
+            added = [b for _, b in both]
+            torch._foreach_add_([a for a, _ in both], added)
+            self._spare.keep(added)
+        return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
     def _to_sum(self, gradients: Values) -> Values:
         for number, gradient in enumerate(gradients):
@@ -223,14 +233,3 @@ def _lay_out(parameter: Tensor) -> None:
     assert parameter.grad is not None
     with torch.no_grad():
         parameter.grad = like_parameter(matching_gradient(parameter.grad, parameter), parameter)
-
-
-@torch.no_grad()
-def add_values(left: Values, right: Values, spare: SpareMemory) -> Values:
-    """Return the sum of two partial sums, in the first one's memory if both have a value; the second's is spare."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
-        added = [b for _, b in both]
-        torch._foreach_add_([a for a, _ in both], added)
-        spare.keep(added)
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]

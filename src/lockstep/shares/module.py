@@ -95,6 +95,7 @@ class ShareModule:
         self._members = members = Members(self._selection, self._reduce_dtype)
         self._gradients = ShareGradients(members.trained, self._arrived, self._spare, self._reduce_dtype)
         self._left: Versions = []
+        """The buffers as the last step has left them."""
         self._own = {id(parameter) for _, parameter in members.parameters}
         self._used_before: list[int] | None = None
 
