@@ -28,8 +28,7 @@ from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.parameters import ParameterSet
-from lockstep.distributed.reduction.passes import PassLog
-from lockstep.distributed.reduction.status import Part, Status
+from lockstep.distributed.reduction.status import Part, PassLog, Status
 from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.dtensors import local_part
 

@@ -68,10 +68,9 @@ from lockstep.distributed.reduction.managed_parameters import (
     run_held_hooks,
 )
 from lockstep.distributed.reduction.parameters import APPLIED_IN_BACKWARD, check_optimizers
-from lockstep.distributed.reduction.passes import ForwardMark
 from lockstep.distributed.reduction.rank_state import PaddingBatch, RankState
 from lockstep.distributed.reduction.round import Round
-from lockstep.distributed.reduction.status import Part
+from lockstep.distributed.reduction.status import ForwardMark, Part
 from lockstep.errors import (
     AgreementError,
     CommunicationError,
