@@ -30,9 +30,10 @@ from lockstep.devices import (
 from lockstep.errors import LengthError
 from lockstep.inherited import refusal, refusing
 from lockstep.local import scatter_gather, workers
+from lockstep.local.checks import require_on
 from lockstep.local.comm import copy_to
 from lockstep.local.module_copy import SLOTS
-from lockstep.local.replicas import ReplicaSet, cached, replicate, require_on
+from lockstep.local.replicas import ReplicaSet, cached, replicate
 from lockstep.local.training_step import forward, running, training_step
 from lockstep.phases import Event, Phases, Statistics
 from lockstep.wrapper import is_of_module, naming_options

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from lockstep.errors import ReplicaError
-from lockstep.local.turns import Turn
+from lockstep.local.turns import Turns
 
 
 class ReplicaMissingError(ReplicaError):
@@ -23,10 +23,10 @@ class ReplicaMissingError(ReplicaError):
 class Exchange:
     """The meetings of the replicas of one call; :attr:`used` is True if there has been any."""
 
-    def __init__(self, count: int, turns: Sequence[Turn]) -> None:
+    def __init__(self, turns: Sequence[Turns]) -> None:
         self._turns = turns
         self._changed = threading.Condition()
-        self._count = count
+        self._count = len(turns)
         self._left: set[int] = set()
         self._meetings: dict[tuple[Any, int], list[Any]] = {}
         self._visits: dict[tuple[Any, int], int] = {}
@@ -39,7 +39,7 @@ class Exchange:
         The n-th visit of each replica to a key is the same meeting. Raises a :class:`~lockstep.errors.ReplicaError`
         that names the replicas that ended without coming.
         """
-        with self._turns[index].given_up(), self._changed:  # the others may be on the same accelerator
+        with self._turns[index].given_up(index), self._changed:  # the others may be on the same accelerator
             self.used = True
             visit = self._visits[key, index] = self._visits.get((key, index), 0) + 1
             meeting = self._meetings.setdefault((key, visit), [])

@@ -112,10 +112,6 @@ class ModuleCopy:
         self._holding: set[tuple[int, str]] = set()
         self._replaced: list[tuple[Any, Any]] = []
 
-    def holder(self, kind: str, index: int) -> Any:
-        """Return the slots of one kind, by name, of the copy's module with that number."""
-        return self._slots[kind][index]
-
     def bind(self, kind: str, slots: Sequence[tuple[int, str]], tensors: Iterable[torch.Tensor | None]) -> None:
         """Put tensors into slots: ``kind`` is ``_parameters`` or ``_buffers``, a slot is (module number, name)."""
         owners = self._slots[kind]

@@ -9,7 +9,8 @@ order in any case. CPU replicas have random streams of their own (:mod:`~lockste
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,63 +20,55 @@ class Turns:
     """The replicas on one accelerator. One of them runs at a time; at first all want to run, and the first one
     begins."""
 
-    def __init__(self, replicas: Sequence[int]) -> None:
+    def __init__(self, replicas: Collection[int]) -> None:
+        self._alone = len(replicas) < 2  # then nothing waits
         self._changed = threading.Condition()
         self._wanting = set(replicas)
-        self._running: int | None = None
+        self._running = False
 
-    def take(self, replica: int) -> None:
-        """Wait until ``replica`` may run."""
+    @contextmanager
+    def taken(self, replica: int) -> Iterator[None]:
+        """Wait until ``replica`` may run, and keep the others from running inside the block."""
+        self._take(replica)
+        try:
+            yield
+        finally:
+            self._end()
+
+    @contextmanager
+    def given_up(self, replica: int) -> Iterator[None]:
+        """Let other replicas run inside the block, which is inside a :meth:`taken` block."""
+        self._end()
+        try:
+            yield
+        finally:
+            self._take(replica)
+
+    def _take(self, replica: int) -> None:
+        if self._alone:
+            return
         with self._changed:
             self._wanting.add(replica)
-            self._changed.wait_for(lambda: self._running is None and min(self._wanting) == replica)
+            self._changed.wait_for(lambda: not self._running and min(self._wanting) == replica)
             self._wanting.discard(replica)
-            self._running = replica
+            self._running = True
 
-    def end(self) -> None:
-        """Let the next replica run."""
+    def _end(self) -> None:
+        if self._alone:
+            return
         with self._changed:
-            self._running = None
+            self._running = False
             self._changed.notify_all()
 
 
-class Turn:
-    """The turn of one replica; if no other replica is on its accelerator, nothing waits."""
-
-    def __init__(self, turns: Turns | None, replica: int) -> None:
-        self._turns = turns
-        self._replica = replica
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Keep all other replicas on this accelerator from running inside the block."""
-        if self._turns is None:
-            yield
-            return
-        self._turns.take(self._replica)
-        try:
-            yield
-        finally:
-            self._turns.end()
-
-    @contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Let other replicas run inside the block, which is inside a :meth:`taken` block."""
-        if self._turns is None:
-            yield
-            return
-        self._turns.end()
-        try:
-            yield
-        finally:
-            self._turns.take(self._replica)
+_NO_TURNS = Turns(())
 
 
-def turns_on(devices: Sequence[torch.device | None]) -> list[Turn]:
-    """Return the turn of each replica, given their devices; None stands for a replica that never waits."""
-    sharing: dict[torch.device, list[int]] = {}
+def turns_on(devices: Sequence[torch.device | None]) -> list[Turns]:
+    """Return the turns that each replica takes, given their devices; None stands for a replica that never waits."""
+    sharing: dict[torch.device, list[int]] = defaultdict(list)
     for index, device in enumerate(devices):
         if device is not None and device.type != "cpu":
-            sharing.setdefault(device, []).append(index)
-    turns = {device: Turns(replicas) for device, replicas in sharing.items() if len(replicas) > 1}
-    return [Turn(turns.get(device) if device is not None else None, index) for index, device in enumerate(devices)]
+            sharing[device].append(index)
+    turns: dict[torch.device | None, Turns] = {device: Turns(replicas) for device, replicas in sharing.items()}
+    return [turns.get(device, _NO_TURNS) for device in devices]

@@ -25,7 +25,7 @@ from lockstep.local.exceptions import raise_failures
 from lockstep.local.exchange import Exchange, Replica, current_replica, enter_replica
 from lockstep.local.random_streams import ReplicaStreams
 from lockstep.local.scatter_gather import move
-from lockstep.local.turns import Turn, turns_on
+from lockstep.local.turns import Turns, turns_on
 from lockstep.tree import tensors_in
 
 
@@ -136,7 +136,7 @@ def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
 
 
 def _run_on_workers(
-    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], turns: Sequence[Turn]
+    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], turns: Sequence[Turns]
 ) -> list[Any]:
     context = CallerContext.capture(devices)
     total = torch.get_num_threads()
@@ -193,10 +193,10 @@ _threads = _IntraOpThreads()
 class _Group:
     """The jobs of one call: their results, and a way to wait until the last job has ended."""
 
-    def __init__(self, context: CallerContext, turns: Sequence[Turn]) -> None:
+    def __init__(self, context: CallerContext, turns: Sequence[Turns]) -> None:
         self.context = context
         self.turns = turns
-        self.exchange = Exchange(len(turns), turns)
+        self.exchange = Exchange(turns)
         self.results: list[Any] = [None] * len(turns)
         self._running = len(turns)
         self._lock = threading.Lock()
@@ -250,7 +250,7 @@ class _Job:
     def _called(self) -> Any:
         group = self.group
         enter_replica(Replica(self.index, len(group.results), group.exchange, current_replica()))
-        with group.turns[self.index].taken(), self.streams.drawing_from(self.index):
+        with group.turns[self.index].taken(self.index), self.streams.drawing_from(self.index):
             return group.context.run(self.call, self.device)
 
 
