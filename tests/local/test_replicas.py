@@ -1391,10 +1391,13 @@ def test_state_persists_through_an_error(devices, first):
     assert [r.rows for r in replicas] == [2, 1]
 
 
-def test_a_hook_that_removes_itself_is_gone_from_every_replica(devices, first):
+@pytest.mark.parametrize("setting", [False, True], ids=["", "forward sets an attribute"])
+def test_a_hook_that_removes_itself_is_gone_from_every_replica(devices, first, setting):
     network = on(first, mlp)
     parallel = lockstep.DataParallel(network, devices(2))
     x = torch.ones(4, 3, device=first)
+    if setting:
+        network[1].register_forward_hook(lambda module, args, output: setattr(module, "last", object()))
     parallel(x)
     calls = []
 

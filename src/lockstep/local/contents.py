@@ -11,7 +11,7 @@ import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from itertools import chain, islice
 from typing import Any
 
@@ -25,7 +25,6 @@ ENDS = 8  # number of parts compared at each end of a container in a larger valu
 _flatten = chain.from_iterable
 _values = operator.methodcaller("values")
 _ATOM_TYPES = frozenset(ATOMS)
-_ABSENT = object()
 # containers that are replaced as a whole, never changed
 _FIXED = (tuple, frozenset, types.MethodType, weakref.ref)
 _ITERABLE = (dict, list, set, deque)
@@ -38,27 +37,22 @@ def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
 
 
 def differing_dicts(now: list[dict[Any, Any]], then: list[dict[Any, Any]]) -> list[int]:
-    """Return the numbers of the dictionaries whose names or values (by identity) differ from their copies."""
-    if _all_identical(now, then):
-        return []
-    return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if not _same_items(one, other)]
+    """Return the numbers of the dictionaries whose names or values (by identity), or their order, are not as in their
+    copies."""
+    return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if _differs(one, other)]
 
 
-def _all_identical(now: list[dict[Any, Any]], then: list[dict[Any, Any]]) -> bool:
-    """Return True if all dictionaries have the same names and values in the same order; takes one pass."""
+def _differs(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
     try:
-        return (
-            list(map(len, now)) == list(map(len, then))
-            and list(_flatten(now)) == list(_flatten(then))
-            and all(map(operator.is_, _flatten(map(dict.values, now)), _flatten(map(dict.values, then))))
-        )
-    except RuntimeError:  # another thread writes one just now
-        return False
+        return list(now) != list(then) or not all(map(operator.is_, now.values(), then.values()))
+    except RuntimeError:  # another thread writes it just now
+        return True
 
 
-def _same_items(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
-    """Return True if a dictionary has the same names, in any order, and the same values."""
-    return len(now) == len(then) and all(value is then.get(name, _ABSENT) for name, value in list(now.items()))
+def changed_names(now: dict[str, Any], then: dict[str, Any]) -> list[str]:
+    """Return the names that were added to a dictionary, have another value (by identity), or are gone."""
+    names = [name for name, value in list(now.items()) if name not in then or value is not then[name]]
+    return names + [name for name in then if name not in now]
 
 
 class Contents:
@@ -67,42 +61,23 @@ class Contents:
     def __init__(self, containers: Iterable[Any]) -> None:
         everything = list(containers)
         self._empty = [c for c in everything if not c]
-        dicts = [c for c in everything if c and type(c) is dict]
-        self._in_dicts = _Parts(dicts)
-        self._in_others = _Parts([c for c in everything if c and type(c) is not dict])
+        self._containers = [c for c in everything if c]
+        self._dicts = [c for c in self._containers if isinstance(c, dict)]
+        self._sizes = list(map(len, self._containers))
+        self._members = list(_flatten(self._containers))
+        self._values = list(_flatten(map(_values, self._dicts)))
 
     def changed(self) -> bool:
         """Return True if any container has other objects, or another order, than when this object was made."""
         try:
-            return any(self._empty) or not self._in_dicts.same() or not self._in_others.same()
+            return (
+                any(self._empty)
+                or list(map(len, self._containers)) != self._sizes
+                or not all(map(operator.is_, _flatten(self._containers), self._members))
+                or not all(map(operator.is_, _flatten(map(_values, self._dicts)), self._values))
+            )
         except RuntimeError:  # another thread is changing one
             return True
-
-
-class _Parts:
-    """The parts of containers that were not empty, in order."""
-
-    def __init__(self, containers: list[Any]) -> None:
-        self._containers = containers
-        self._dicts = [c for c in containers if type(c) is dict]
-        self._mappings = [c for c in containers if isinstance(c, dict) and type(c) is not dict]
-        self._sizes = list(map(len, containers))
-        self._members = list(_flatten(containers))
-        self._items = list(self._values())
-        self._names_only = all(type(member) is str for member in self._members)
-
-    def _values(self) -> Iterator[Any]:
-        return chain(_flatten(map(dict.values, self._dicts)), _flatten(map(_values, self._mappings)))
-
-    def same(self) -> bool:
-        """Return True if all have the same parts in the same order."""
-        if not self._containers:
-            return True
-        if list(map(len, self._containers)) != self._sizes:
-            return False
-        members = _flatten(self._containers)
-        same = list(members) == self._members if self._names_only else all(map(operator.is_, members, self._members))
-        return same and all(map(operator.is_, self._values(), self._items))
 
 
 class Inside:

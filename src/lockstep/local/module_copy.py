@@ -263,8 +263,9 @@ def attributes(module: Module) -> list[str]:
     return [name for name in vars(module) if name not in SLOTS and name != CACHE]
 
 
-def scripted_names(module: torch.jit.ScriptModule) -> list[str]:
-    """Return the names of a scripted module's attributes that can be set and are not parameters or buffers."""
+def scripted_names(module: Any) -> list[str]:
+    """Return the names of a scripted module's attributes that can be set and are not parameters or buffers; none for
+    other modules."""
     if not hasattr(module, "_concrete_type"):
         return []
     kinds: dict[str, tuple[Any, bool]] = module._concrete_type.get_attributes()

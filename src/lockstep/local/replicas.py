@@ -243,7 +243,7 @@ class _Built:
     def keep_what_forward_set(self) -> None:
         """Let attributes that forward has just set on the network belong to each replica itself."""
         if self._attributes.changed():
-            self._kept.update(_pairs(self._attributes.disregard()))
+            self._kept.update(_pairs(self._attributes.take_changes(hooks=False)))
 
     def _carry_over(self, changes: list[tuple[int, list[str]]]) -> None:
         """Set changed attributes of the network in every copy."""
