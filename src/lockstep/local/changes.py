@@ -7,16 +7,16 @@ while a forward of another thread runs reaches the replicas at the next use.
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from lockstep.local.contents import Contents, Inside, changed_names, differing_dicts, identical
+from lockstep.errors import NotReplicableError
+from lockstep.local.contents import ATOMS, Contents, Inside, changed_names, differing_dicts, identical
 from lockstep.local.module_copy import CACHE, HOOKS, OWN, SLOTS, attributes, scripted_names
-from lockstep.local.parts import ATOMS
 
 _flatten = chain.from_iterable
 _ATOM_TYPES = frozenset(ATOMS)
@@ -264,3 +264,58 @@ class CopyAttributes:
         for index in indices:
             number = copy * self._width + index
             self._then[number] = dict(self._now[number])
+
+
+class ReplicaSlots:
+    """The parameters and submodules that all replicas have, to refuse parameters that a forward makes.
+
+    A module may make a parameter at its first forward (``if self.weight is None: self.weight = Parameter(...)``). In
+    replicas, each would get a parameter of its own with other values, and only the network's would ever be trained,
+    with the gradient of its own rows. That is refused by name once the forward has ended. By then the network has its
+    parameter, so the next use is right. ``replicas`` has the modules of each, the root first.
+    """
+
+    def __init__(self, replicas: Sequence[Sequence[Module]]) -> None:
+        self._roots = [modules[0] for modules in replicas]
+        python = [[m for m in modules if not isinstance(m, torch.jit.ScriptModule)] for modules in replicas]
+        self._slots = [vars(m)[kind] for modules in python for m in modules for kind in ("_parameters", "_modules")]
+        self.look()
+
+    def look(self) -> None:
+        """Record the present contents of the slots as legitimate."""
+        self._values = list(_flatten(map(dict.values, self._slots)))
+
+    def forget(self) -> None:
+        """Drop all references to tensors until the next :meth:`look`."""
+        self._values = []
+
+    def check(self) -> None:
+        """Raise :class:`~lockstep.errors.NotReplicableError` if forward has given a replica a parameter of its own.
+
+        Two cases are allowed: a parameter that was in another slot already (forward ties weights), and, where no
+        gradient is wanted, a parameter that replaces another.
+        """
+        values = list(_flatten(map(dict.values, self._slots)))
+        if identical(values, self._values):
+            return
+        known = {id(value) for value in self._values}
+        replaced = not torch.is_grad_enabled() and _filled(values) == _filled(self._values)
+        made = [] if replaced else list(self._unknown(known))
+        self.look()
+        if made:
+            names = ", ".join(f"{name} in replica {number}" for number, name in made)
+            raise NotReplicableError(
+                f"forward has made parameters that only one replica has: {names}. The replicas' values differ, and the "
+                "gradients of all but the first would be lost. Make parameters before the module is replicated: in "
+                "__init__, or by one call of the module itself. (What the first replica made is the module's now.)"
+            )
+
+    def _unknown(self, known: set[int]) -> Iterator[tuple[int, str]]:
+        for number, root in enumerate(self._roots):
+            for name, parameter in root.named_parameters():
+                if id(parameter) not in known:
+                    yield number, name
+
+
+def _filled(values: Sequence[object]) -> list[bool]:
+    return [value is not None for value in values]

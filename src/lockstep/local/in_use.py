@@ -3,7 +3,7 @@
 A step puts leaves of its own into the replicas' slots. A simultaneous forward that wants gradients would put other
 tensors there, or use the step's and lose its gradients. So a step's forward excludes those forwards, and steps run one
 after the other. Forwards without gradients never wait: any tensors in the slots will do for them, and a step finds in
-its graph what others have put there (:mod:`~lockstep.local.replica_backward`). Nothing waits for a backward, which may
+its graph what others have put there (:mod:`~lockstep.local.training_step`). Nothing waits for a backward, which may
 itself wait for anything, even for another thread's evaluation.
 """
 

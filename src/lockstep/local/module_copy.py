@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.compiler import is_compiled, recompile, recompiled
 from lockstep.errors import NotReplicableError
-from lockstep.local.parts import ATOMS, opened, refilled
+from lockstep.local.contents import ATOMS, opened, refilled
 
 SLOTS = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in SLOTS)

@@ -7,8 +7,8 @@ Each use begins with :meth:`ReplicaSet.refresh`, which takes the following steps
    their data has moved, build everything anew. Otherwise carry over the attributes and hooks that were set since the
    last use, and reset attributes that only the forward of a replica other than the first has set.
 2. *Parameters.* Replicas on the network's device use the parameters' own storage. On other devices the values are
-   brought up to date in flat transfers (:mod:`~lockstep.local.parameters`): all of them if a gradient is wanted,
-   otherwise those that differ from what was sent last.
+   brought up to date in flat transfers (:mod:`~lockstep.local.replica_parameters`): all of them if a gradient is
+   wanted, otherwise those that differ from what was sent last.
 3. *Buffers.* A replica gets new tensors with the network's values (:mod:`~lockstep.local.replica_buffers`).
 
 The replicas' parameters are made differentiable once, by one :class:`~lockstep.local.functions.GradientEdges` for each
@@ -28,11 +28,10 @@ from torch.nn import Module
 
 from lockstep.buckets import DEFAULT_CAP_BYTES
 from lockstep.devices import DeviceLike, resolve_devices
-from lockstep.local.changes import AttributeSnapshot, CopyAttributes, StructureSnapshot
+from lockstep.local.changes import AttributeSnapshot, CopyAttributes, ReplicaSlots, StructureSnapshot
 from lockstep.local.checks import common_device, require_on
 from lockstep.local.gradient_sums import Gradients, accumulate
 from lockstep.local.in_use import Uses
-from lockstep.local.made_in_forward import ReplicaSlots
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.replica_buffers import ReplicaBuffers
 from lockstep.local.replica_parameters import ReplicaParameters

@@ -22,10 +22,9 @@ from lockstep.devices import DeviceLike, accelerator, resolve_device
 from lockstep.errors import LengthError
 from lockstep.local.context import CallerContext
 from lockstep.local.exceptions import raise_failures
-from lockstep.local.exchange import Exchange, Replica, current_replica, enter_replica
+from lockstep.local.exchange import Exchange, Replica, Turns, current_replica, enter_replica, turns_on
 from lockstep.local.random_streams import ReplicaStreams
 from lockstep.local.scatter_gather import move
-from lockstep.local.turns import Turns, turns_on
 from lockstep.tree import tensors_in
 
 
