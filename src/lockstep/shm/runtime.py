@@ -1,9 +1,8 @@
 """Builds what a group needs to run collectives: connections, shared memory, a Gloo group."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,18 +11,17 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep import network
 from lockstep.errors import CommunicationError
-from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.constants import LIVENESS_SECONDS
 from lockstep.shm.gloo import make_gloo_group
 from lockstep.shm.inter_host import FailureNotice, InterHost
-from lockstep.shm.many_hosts import ManyHosts
+from lockstep.shm.many_hosts import Algorithm, ManyHosts
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import OneHost
 from lockstep.shm.peers import Peers
 from lockstep.shm.rendezvous import Rendezvous, check_platform, meet
 from lockstep.shm.shared_memory import SharedMemory
 from lockstep.shm.staging import STAGING, Staging
-from lockstep.store import ANSWER_SECONDS
+from lockstep.store import ANSWER_SECONDS, in_background
 
 Between = Callable[[Any, int, int, timedelta], Any]
 
@@ -115,15 +113,7 @@ class Runtime:
         ``make`` has a time-out of its own, but that does not cover its questions to a store that is gone.
         """
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
-        made: Future[Any] = Future()
-
-        def work() -> None:
-            try:
-                made.set_result(make())
-            except BaseException as error:
-                made.set_exception(error)
-
-        threading.Thread(target=work, name="lockstep: connects", daemon=True).start()
+        made = in_background(make)
         while not wait([made], LIVENESS_SECONDS).done:
             self.peers.check_alive()
             if time.monotonic() > deadline:
