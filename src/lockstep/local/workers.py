@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
-from lockstep.devices import DeviceLike, accelerator, resolve_device
+from lockstep.devices import CPU, DeviceLike, accelerator, resolve_device
 from lockstep.errors import LengthError
 from lockstep.local.context import CallerContext
 from lockstep.local.exceptions import raise_failures
@@ -72,11 +73,11 @@ def parallel_apply(
         partial(_apply, module, args, kwargs, device)
         for module, args, kwargs, device in zip(modules, arguments, keywords, given, strict=True)
     ]
-    places = [d or _device_of(args, kwargs) for d, args, kwargs in zip(given, arguments, keywords, strict=True)]
-    found = [any(True for _ in tensors_in([*a, *k.values()])) for a, k in zip(arguments, keywords, strict=True)]
+    homes = [d or _device_of(args, kwargs) for d, args, kwargs in zip(given, arguments, keywords, strict=True)]
+    places = [home or _current_device() for home in homes]
     known = [
-        place if given[i] is not None or found[i] or isinstance(modules[i], torch.nn.Module) else None
-        for i, place in enumerate(places)
+        place if home is not None or isinstance(module, torch.nn.Module) else None
+        for module, home, place in zip(modules, homes, places, strict=True)
     ]
     return run(calls, places, known)
 
@@ -88,17 +89,16 @@ def _apply(
     return output if device is None else move(output, device)
 
 
-def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """Return the device of the first tensor among the arguments themselves, else of the first one inside them."""
     values = [*args, *kwargs.values()]
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return value.device
-    if values and (nested := next(tensors_in(values), None)) is not None:
-        return nested.device
+    tensors = chain((value for value in values if isinstance(value, torch.Tensor)), tensors_in(values))
+    return next((tensor.device for tensor in tensors), None)
+
+
+def _current_device() -> torch.device:
     found = accelerator()
-    if found is None:
-        return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return CPU if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 @dataclass(slots=True)
