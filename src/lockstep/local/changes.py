@@ -158,8 +158,7 @@ class AttributeSnapshot:
         """Return True if anything changed inside attributes: tables of hooks, containers, scripts."""
         return (
             self._hooks.changed()
-            or self._contents.changed()
-            or any(inside.others_changed() for inside in self._insides)
+            or any(inside.changed() for inside in self._insides)
             or any(seen.differing_in_script(module) for module, seen in self._scripted)
         )
 
@@ -225,9 +224,7 @@ class AttributeSnapshot:
         self._known = None
         if self._replaced():
             self._dicts = list(map(vars, self._modules))
-        insides = [inside for seen in self._seen for inside in seen.inside.values()]
-        self._contents = Contents(container for inside in insides for container in inside.containers)
-        self._insides = [inside for inside in insides if inside.others]
+        self._insides = [inside for seen in self._seen for inside in seen.inside.values()]
 
     def _gather_hooks(self) -> None:
         self._hooks = Contents(table for seen in self._seen for table in seen.hooks.values())

@@ -157,11 +157,10 @@ class Contents:
 
 
 class Inside:
-    """The parts of an attribute's value; :attr:`containers` in it are to be watched as a whole.
+    """The parts of an attribute's value, to be watched.
 
     :attr:`leads` is True if the value leads to a module or tensor of the tree, whose ids are ``known``. :attr:`tensors`
-    are the ids of all tensors in it. :attr:`others` are objects to be watched beside :attr:`containers`, with their
-    sizes and parts.
+    are the ids of all tensors in it, :attr:`watched` the containers to compare, with their sizes and parts.
     """
 
     def __init__(self, value: Any, known: Container[int]) -> None:
@@ -169,12 +168,8 @@ class Inside:
         self.tensors = set[int]()
         containers, count = self._walk(value, known)
         brief = self.leads or count <= BRIEF
-        self.containers = [c for c in containers if isinstance(c, _ITERABLE)] if brief else []
-        others = [c for c in containers if not isinstance(c, _ITERABLE)] if brief else _sample(value)
-        look: Callable[[Any], list[Any]] = _all_parts if brief else _ends
-        self._look = look
-        self.others = [(c, _size(c), look(c)) for c in others]
-        self._contents = Contents(self.containers)
+        self._look: Callable[[Any], list[Any]] = _all_parts if brief else _ends
+        self.watched = [(c, _size(c), self._look(c)) for c in (containers if brief else _sample(value))]
 
     def _walk(self, value: Any, known: Container[int]) -> tuple[list[Any], int]:
         """Return all objects in it whose parts can be exchanged, and the number of parts of all containers together."""
@@ -198,19 +193,18 @@ class Inside:
         return found, count
 
     def __bool__(self) -> bool:
-        return bool(self.leads or self.tensors or self.containers or self.others)
-
-    def others_changed(self) -> bool:
-        """Return True if anything that is no part of :attr:`containers` has changed."""
-        return any(_size(c) != size or not identical(self._look(c), parts) for c, size, parts in self.others)
+        return bool(self.leads or self.tensors or self.watched)
 
     def changed(self) -> bool:
         """Return True if anything in it has visibly changed since this object was made."""
-        return self._contents.changed() or self.others_changed()
+        try:
+            return any(_size(c) != size or not identical(self._look(c), parts) for c, size, parts in self.watched)
+        except RuntimeError:  # another thread is changing a container
+            return True
 
 
 def _all_parts(container: Any) -> list[Any]:
-    return parts_of(container) or []
+    return list(container) if type(container) is list else parts_of(container) or []
 
 
 def _ends(container: Any) -> list[Any]:
