@@ -15,7 +15,7 @@ from lockstep.local.checks import require_on
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
 from lockstep.local.functions import link
-from lockstep.local.module_copy import ModuleCopy
+from lockstep.local.module_copy import ModuleCopy, TensorSlot
 
 
 class ReplicaBuffers:
@@ -27,7 +27,7 @@ class ReplicaBuffers:
     def __init__(
         self,
         network: Module,
-        others: list[tuple[int, str]],
+        others: list[TensorSlot],
         copies: Sequence[ModuleCopy],
         devices: Sequence[torch.device],
         *,
@@ -42,11 +42,10 @@ class ReplicaBuffers:
         self._first_shares = first_shares
         self._cap_bytes = cap_bytes
         modules = list(network.modules())
-        buffers = [(index, name) for index, module in enumerate(modules) for name, _ in module._buffers.items()]
-        self._slots = {"_buffers": (0, buffers), "_parameters": (len(buffers), others)}
-        slots = [(kind, index, name) for kind, (_, there) in self._slots.items() for index, name in there]
-        self._names = [name for _, _, name in slots]
-        self._holders = [getattr(modules[index], kind) for kind, index, _ in slots]
+        buffers = [("_buffers", i, name) for i, module in enumerate(modules) for name, _ in module._buffers.items()]
+        self._slots = [*buffers, *others]
+        self._names = [name for _, _, name in self._slots]
+        self._holders = [getattr(modules[index], kind) for kind, index, _ in self._slots]
         self._sort(self._now())
 
     def refresh(self, *, grad: bool) -> set[int]:
@@ -67,9 +66,7 @@ class ReplicaBuffers:
         if any(linking):
             self._link(rows, linking)
         for copy, row in zip(self._copies, rows, strict=True):
-            tensors = [None if i is None else row[i] for i in self._order]
-            for kind, (start, slots) in self._slots.items():
-                copy.bind(kind, slots, tensors[start : start + len(slots)])
+            copy.bind(self._slots, [None if i is None else row[i] for i in self._order])
         return exchanged
 
     def _now(self) -> list[Tensor | None]:

@@ -29,8 +29,8 @@ from lockstep.digests import Digests
 from lockstep.local.comm import fill, pack, unpack
 from lockstep.local.functions import link
 from lockstep.local.gradient_sums import Gradients, summed
-from lockstep.local.module_copy import ModuleCopy
-from lockstep.tensor_state import Change, Layouts, TensorSnapshot, addresses
+from lockstep.local.module_copy import ModuleCopy, TensorSlot
+from lockstep.tensor_state import Change, TensorSnapshot
 
 
 class ParameterValues:
@@ -168,8 +168,8 @@ class ReplicaParameters:
         self._cap_bytes = cap_bytes
         self._parameters: list[Tensor] = []
         self._owners: list[int] = []
-        self._slots: dict[tuple[int, str], int | None] = {}
-        self.recopied: list[tuple[int, str]] = []
+        self._slots: dict[TensorSlot, int | None] = {}
+        self.recopied: list[TensorSlot] = []
         self._sort(modules)
         self._hooked = _hooked(self._parameters)
         self._linked: _Rows | None = None
@@ -182,13 +182,14 @@ class ReplicaParameters:
         numbers: dict[int, int] = {}
         for index, module in enumerate(modules):
             for name, tensor in module._parameters.items():
+                slot = ("_parameters", index, name)
                 if tensor is not None and not _persists(tensor):
-                    self.recopied.append((index, name))
+                    self.recopied.append(slot)
                     continue
                 if tensor is not None and id(tensor) not in numbers:
                     self._parameters.append(tensor)
                     self._owners.append(index)
-                self._slots[index, name] = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
+                self._slots[slot] = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
 
     # Values #
 
@@ -204,14 +205,14 @@ class ReplicaParameters:
             self._unbind()
         return True
 
-    def refresh(self, *, everything: bool, thorough: bool) -> None:
+    def refresh(self, *, everything: bool) -> None:
         """Update the values of all parameters (``everything``), or of those that differ from what was sent last.
 
         If a copy's forward gave a parameter other data (``p.data = ...``), which no transfer would reach, all copies
-        get new parameters; unless ``thorough``, only data at another address counts as other data.
+        get new parameters.
         """
         hooked = _hooked(self._parameters) if everything else self._hooked  # hooks are called in backward only
-        if hooked != self._hooked or (self._bound is not None and self._bound.strayed(thorough=thorough)):
+        if hooked != self._hooked or (self._bound is not None and self._bound.strayed()):
             self._hooked = hooked
             self._unbind()
         if self._values.travel:  # else the list of written values is not needed
@@ -232,7 +233,7 @@ class ReplicaParameters:
         self._bound = wanted
         for copy, tensors in zip(self._copies, wanted.rows, strict=True):
             in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
-            copy.bind("_parameters", list(self._slots), in_slots)
+            copy.bind(self._slots, in_slots)
         return True
 
     @property
@@ -297,17 +298,15 @@ class ReplicaParameters:
 
 
 class _Rows:
-    """Parameters of all copies, one row for each copy, with their addresses and layouts when they were made."""
+    """Parameters of all copies, one row for each copy, and what they were like when they were made."""
 
     def __init__(self, rows: list[list[Tensor]]) -> None:
         self.rows = rows
-        self._tensors = list(chain(*rows))
-        self._addresses = addresses(self._tensors)
-        self._layouts = Layouts(self._tensors)
+        self._snapshot = TensorSnapshot(list(chain(*rows)))
 
-    def strayed(self, *, thorough: bool) -> bool:
-        """Return True if any parameter has other data now; unless ``thorough``, only other addresses count."""
-        return addresses(self._tensors) != self._addresses or (thorough and self._layouts.changed())
+    def strayed(self) -> bool:
+        """Return True if any parameter has other data now."""
+        return self._snapshot.change(gradients=False) is not Change.NONE
 
 
 def _hooked(parameters: Sequence[Tensor]) -> list[int]:

@@ -131,9 +131,7 @@ class ReplicaSet:
                 self._built = None  # before new ones are made: old links keep a graph to parameters of another shape
                 self._built = self._build()
             else:
-                # callers run the replicas of ``replicate`` on their own: without gradients, a brief look is enough for
-                # these
-                self._built.parameters.refresh(everything=enabled, thorough=enabled or self._network_first)
+                self._built.parameters.refresh(everything=enabled)
             self._built.bind(leaves=leaves, grad=enabled and not self._detach)
             return ([self.network] if self._network_first else []) + [copy.root for copy in self._built.copies]
 

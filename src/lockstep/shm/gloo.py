@@ -29,7 +29,7 @@ from lockstep.shm.works import ShmWork
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
 
 
-def make_gloo_group(store: Any, rank: int, size: int, timeout: float, address: str | None) -> Any:
+def make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
     """Make a Gloo group that listens under an address of this host; None leaves that to Gloo.
 
     A group on the loopback interface, for one host, connects when it is first used, so that no rank waits for one that
@@ -39,10 +39,10 @@ def make_gloo_group(store: Any, rank: int, size: int, timeout: float, address: s
     if address is not None:
         options = _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname=address, lazy_init=is_loopback(address))]
-        options._timeout = timedelta(seconds=timeout)
+        options._timeout = timeout
         group = _Gloo(store, rank, size, options)
     else:
-        group = _Gloo(store, rank, size, timedelta(seconds=timeout))
+        group = _Gloo(store, rank, size, timeout)
     keep_in_forks(group)
     return group
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -87,14 +88,15 @@ class Runtime:
         self.staging = Staging(self.peers, memory)
         hosts = found.hosts
         address = network.LOOPBACK if len(hosts) == 1 else network.address_for_gloo(found.addresses)
+        limit = timedelta(seconds=timeout)
         self.gloo: Any = self._while_alive(
-            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), timeout, address), timeout
+            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), limit, address), timeout
         )
         self.inter_host: InterHost | None = None
         if len(hosts) > 1:
             group, host = None, next(i for i, ranks in enumerate(hosts) if rank in ranks)
             if hosts[host][0] == rank:
-                make, limit = options.between or _gloo_between(address), timedelta(seconds=timeout)
+                make = options.between or partial(make_gloo_group, address=address)
                 group = self._while_alive(lambda: make(PrefixStore("between", store), host, len(hosts), limit), timeout)
             self.inter_host = InterHost(hosts, global_ranks, rank, self.peers, group, self._notice)
         # A rank that has made the group may leave it at once; by then no other rank is still making it
@@ -147,13 +149,6 @@ class Runtime:
         if self.inter_host is not None:
             self.inter_host.end()
         self._notice.close()
-
-
-def _gloo_between(address: str | None) -> Between:
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return make_gloo_group(store, rank, size, timeout.total_seconds(), address)
-
-    return make
 
 
 def _not_made(error: RuntimeError) -> CommunicationError:
