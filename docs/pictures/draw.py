@@ -265,7 +265,7 @@ def phases() -> str:
     p = Picture(960, 250, "The phases of a round of gradients")
     for x, y, name, colour in (
         (230, 30, "FILLING", BLUE), (500, 30, "FINALIZING", BLUE), (770, 30, "REDUCED", GREEN),
-        (500, 170, "ABORTED", ORANGE),
+        (500, 170, "ABORTED", ORANGE), (770, 170, "APPLIED", GREEN),
     ):  # fmt: skip
         p.box(x, y, 120, 50, colour, name, 13)
     p.arrow(60, 55, 229, 55)
@@ -279,9 +279,10 @@ def phases() -> str:
     p.text(280, 145, "backward has failed", 11)
     p.arrow(560, 81, 560, 169)
     p.text(572, 130, "this rank's part has failed", 11, "start")
-    p.arrow(830, 81, 830, 150)
-    p.text(830, 168, "the outcome: gradients,", 11)
-    p.text(830, 183, "or an error on every rank", 11)
+    p.arrow(830, 81, 830, 169)
+    p.text(840, 115, "the verdict has", 11, "start")
+    p.text(840, 130, "no error: gradients", 11, "start")
+    p.text(840, 145, "are copied out", 11, "start")
     p.arrow(499, 208, 400, 208)
     p.text(392, 212, "the others are told", 11, "end")
     return p.svg()

@@ -159,6 +159,10 @@ def retyped(model):
     model.to(torch.float64)
 
 
+def reshaped_without_bias(model):
+    model.weight.data = torch.ones(3, 2)
+
+
 @pytest.mark.parametrize("change", [reshaped, retyped])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_parameters_keep_shape_and_dtype(change, hooked):
@@ -257,9 +261,12 @@ def test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another():
     assert run_ranks(2, call) == [[None, None]] * 2
 
 
-@pytest.mark.parametrize("change", [reshaped, retyped])
-@pytest.mark.parametrize("size", [2, 1100], ids=["side by side", "alone"])
-@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("change", [reshaped, reshaped_without_bias, retyped])
+@pytest.mark.parametrize(
+    ("size", "clears"),
+    [(2, False), (2, True), (1100, False), (1100, True)],
+    ids=["side by side", "side by side, cleared", "alone", "alone, cleared"],
+)
 def test_a_layer_that_changes_on_a_rank_that_does_not_use_it(change, size, clears):
     def call(rank):
         model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(size, size)])

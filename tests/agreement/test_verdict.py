@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.reduction.passes import Called
-from lockstep.distributed.reduction.status import Part, Report, Status
+from lockstep.distributed.reduction.status import Called, Part, Report, Status
 from lockstep.distributed.reduction.verdict import LoopVerdict, Refusal, Verdict, judge, judge_loops
 from lockstep.errors import OptionError, PeerError
 

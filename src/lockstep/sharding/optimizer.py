@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.compiler import calls_compiled
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.replication.ddp import is_in_join
+from lockstep.distributed.replication.join import is_in_join
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import Replication, replications
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError, ShardingError
@@ -92,7 +92,9 @@ class ShardedOptimizer(Optimizer):
                 "the gradients are those of one rank alone, since the last backward did not synchronise; let the last "
                 "backward before step() run outside of no_sync(), with last=True in accumulate()"
             )
-        if any(isinstance(each, ReducerReplication) and is_in_join(each) for each in self._sharding_replications):
+        if any(
+            isinstance(each, ReducerReplication) and is_in_join(each.reducer) for each in self._sharding_replications
+        ):
             return (
                 "it is in a Join context, in which ranks that have run out of batches take no steps, but a sharded "
                 "optimizer needs every rank in each; iterate over lockstep.batches() instead"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed.comm.half_precision import travels_in_half
-from lockstep.distributed.reduction.engine import check_optimizers
+from lockstep.distributed.reduction.parameters import check_optimizers
+from lockstep.distributed.reduction.plan import travels_in_half
 from lockstep.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.errors import NotReplicableError
 from lockstep.shares.share_tree import PartialSums, add_up
@@ -197,7 +197,7 @@ class ShareGradients:
 
 def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tensor:
     """Return a gradient of the parameter's dtype and layout: the value plus the earlier one, rounded once. That is the
-    earlier tensor, with the new values, since the program may read its memory (``reduction/kept_gradients.py``)."""
+    earlier tensor, with the new values, since the program may read its memory (``reduction/gradients.py``)."""
     if earlier is not None:
         value = value.add_(local_part(earlier.detach()))
         if not earlier.is_sparse:

@@ -84,6 +84,10 @@ class GroupState:
         """Note that this rank cannot communicate over the group any more; the first reason counts."""
         self.lost = self.lost or reason
 
+    def next_batch(self) -> None:
+        """Count a batch."""
+        self.batch += 1
+
 
 _states: "weakref.WeakKeyDictionary[Group, GroupState]" = weakref.WeakKeyDictionary()
 _without_group = GroupState(os.getpid())
@@ -173,15 +177,12 @@ class _ExitDelay:
     SECONDS = 0.1
 
     def __init__(self) -> None:
-        self._registered = False
-        self._last = 0.0
+        self._last = -self.SECONDS
+        atexit.register(self._delay)
 
     def waited(self) -> None:
         """Note that a collective has been waited for."""
         self._last = time.monotonic()
-        if not self._registered:
-            self._registered = True
-            atexit.register(self._delay)
 
     def _delay(self) -> None:
         time.sleep(max(0.0, self._last + self.SECONDS - time.monotonic()))

@@ -39,12 +39,6 @@ _LARGE_BLOCK = 16 * 1024 * 1024
 """The same on an accelerator, where tensors in another dtype than float32 need memory of this size for the sum."""
 
 
-def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
-    """Return True if gradients of a dtype travel in ``reduce_dtype``: float32, and the same half precision, whose sums
-    a backend would round more than once."""
-    return half is not None and dtype in (torch.float32, half)
-
-
 class MeanInHalf(ABC):
     """The mean of one flat tensor over the ranks, under way: :meth:`wait`, :meth:`gather` and :meth:`finish` follow.
 
@@ -178,6 +172,7 @@ class _InSlices(MeanInHalf):
         collectives.comm_stats.reduces(self._sent)
         sizes = [self._slice * half.itemsize] * ranks
         self._pending = collectives.all_to_all(_as_bytes(self._rows), _as_bytes(self._sent), sizes, sizes, what)
+        self._gathering: list[Pending] = []
 
     def wait(self) -> None:
         self._pending.wait()
@@ -189,12 +184,12 @@ class _InSlices(MeanInHalf):
 
     def gather(self) -> None:
         means, whole = _as_bytes(self._rows[0]), _as_bytes(self._sent)  # where it was sent from
-        self._pending = self._collectives.all_gather_flat(whole, means, f"means, {self._what}")
+        self._gathering.append(self._collectives.all_gather_flat(whole, means, f"means, {self._what}"))
 
     def finish(self) -> None:
-        self._pending.wait()
+        for pending in self._gathering:
+            pending.wait()
         self._tensor.copy_(self._sent[: len(self._tensor)])
-        del self._rows, self._sent
         super().finish()
 
 

@@ -25,16 +25,13 @@ from torch.nn import Parameter
 
 from lockstep.buckets import plan_buckets
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.comm.half_precision import travels_in_half
 from lockstep.distributed.reduction.gradients import Empty, GradientMemory
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
-from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket
-from lockstep.distributed.reduction.verdict import Verdict
+from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket, travels_in_half
 from lockstep.dtensors import is_dtensor, like_parameter, local_part
 from lockstep.errors import PeerError
 
 _dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
-_is_copied = attrgetter("is_copied")
 
 
 NO_ROW = torch.empty(0, device="cpu")
@@ -53,28 +50,17 @@ class CopiedIn(NamedTuple):
     """The elements behind the gradients that carry the report; empty if this bucket does not carry it."""
 
 
-class BucketPart:
+class BucketPart(NamedTuple):
     """Gradients of a bucket that are copied together. It does not refer to the bucket, whose memory is freed with the
     last reference to it."""
 
-    __slots__ = ("expected_last", "has_trigger", "indices", "is_complete", "is_copied", "parameters", "positions")
-
-    def __init__(
-        self, planned: PlannedBucket, parameters: Sequence[Parameter], positions: range, has_trigger: bool
-    ) -> None:
-        """``parameters``: of the bucket; ``positions``: of the part's parameters among them."""
-        self.positions = positions
-        self.indices = planned.indices[positions.start : positions.stop]
-        """The parameters, by number."""
-        self.parameters = parameters[positions.start : positions.stop]
-        self.has_trigger = has_trigger
-        """True if the gradients are handled as soon as all have come, before the end of backward."""
-        self.expected_last = self.indices[-1]
-        """The parameter whose gradient is expected to be the last one."""
-        self.is_complete = False
-        """True if it was noticed, while backward runs, that all have come."""
-        self.is_copied = False
-        """True if the gradients have been copied to the bucket's memory, so that the parameters have no ``.grad``."""
+    positions: range
+    """The positions of its parameters among those of the bucket."""
+    indices: tuple[int, ...]
+    """The parameters, by number; the gradient of the last one is expected to be the last to come."""
+    parameters: Sequence[Parameter]
+    has_trigger: bool
+    """True if the gradients are handled as soon as all have come, before the end of backward."""
 
 
 class GradientBucket(ABC):
@@ -99,13 +85,19 @@ class GradientBucket(ABC):
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._devices = [parameter.device for parameter in self._parameters] if torch.accelerator.is_available() else ()
         cut = self._cut()
-        self.parts = [BucketPart(planned, self._parameters, each, len(cut) > 1 or not waits) for each in cut]
-        self.missing = len(self.parts)
-        """The number of parts that are not complete."""
+        self.parts = [
+            BucketPart(
+                each,
+                planned.indices[each.start : each.stop],
+                self._parameters[each.start : each.stop],
+                len(cut) > 1 or not waits,
+            )
+            for each in cut
+        ]
+        self.complete: list[BucketPart] = []
+        """The parts of which it was noticed, while backward runs, that all gradients have come."""
         self._scale = 1.0
         self._reduces_copies = False
-        self._copies_early: bool | None = False
-        """True if complete parts are copied while backward runs; None before the first one."""
         self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
 
     def _check_unchanged(self) -> None:
@@ -132,12 +124,7 @@ class GradientBucket(ABC):
         self._scale = scale if self.half is None else 1.0
         self._unused.clear()
         self._reduces_copies = False
-        self._copies_early = None if len(self.parts) > 1 else False
-        if self.missing < len(self.parts):
-            self.missing = len(self.parts)
-            for part in self.parts:
-                part.is_complete = False
-                part.is_copied = False
+        self.complete.clear()
 
     def has_given(self, grads: Sequence[Tensor | None]) -> bool:
         """Return True if ``grads``, those of all parameters by number, are those that this bucket has given them in its
@@ -149,11 +136,14 @@ class GradientBucket(ABC):
         could still be written into its memory."""
         self._reduces_copies = True
 
-    def part_is_complete(self, part: BucketPart, grads: list[Any]) -> bool:
-        """Note that all gradients of a part have come; return True if all gradients of the bucket have."""
-        self.missing -= 1
-        part.is_complete = True
-        return not self.missing
+    @property
+    def is_full(self) -> bool:
+        """True if it was noticed, while backward runs, that all gradients have come."""
+        return len(self.complete) == len(self.parts)
+
+    def part_is_complete(self, part: BucketPart, grads: list[Any]) -> None:
+        """Note that all gradients of a part have come, which are ``grads``."""
+        self.complete.append(part)
 
     @abstractmethod
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
@@ -171,14 +161,16 @@ class GradientBucket(ABC):
     def multiply(self, factor: float) -> None:
         """Multiply all reduced gradients."""
 
-    def copy_out(self, verdict: Verdict) -> None:
-        """Give the parameters their reduced gradients; a parameter that no rank used gets back its earlier
-        ``.grad``."""
+    def copy_out(self, used: Sequence[bool] | None) -> None:
+        """Give the parameters their reduced gradients; a parameter that no rank used gets back its earlier ``.grad``.
+
+        ``used``: for each parameter, True if any rank has used it; None: all have been used.
+        """
         for position, member in enumerate(self.members):
-            if verdict.uses(member.index):
+            if used is None or used[member.index]:
                 member.parameter.grad = self._gradient(position)
         for member, grad, values in self._unused:
-            if not verdict.uses(member.index):
+            if not (used is None or used[member.index]):
                 if values is not None:
                     local_part(grad).copy_(values)
                 member.parameter.grad = grad
@@ -209,7 +201,6 @@ class SingleBucket(GradientBucket):
         (member,) = self.members
         (slot,) = self.planned.layout.slots
         grad = member.parameter.grad
-        self._own: Tensor | None = None
         if grad is None:
             member.check_parameter()
             taken = member.zeros()
@@ -222,7 +213,7 @@ class SingleBucket(GradientBucket):
             if self._reduces_copies or is_unused or is_other:
                 taken = member.zeros().copy_(taken.to_dense() if taken.is_sparse else taken)
             elif not is_dtensor(grad):
-                self._own = grad
+                taken = grad  # the parameter gets back the same tensor
         self._result = taken
         member.parameter.grad = None
         return CopiedIn(flattened(taken), self._scale, _undefined(member, grad))
@@ -235,13 +226,13 @@ class SingleBucket(GradientBucket):
         """See :meth:`GradientBucket.multiply`."""
         self._result.mul_(factor)
 
-    def copy_out(self, verdict: Verdict) -> None:
+    def copy_out(self, used: Sequence[bool] | None) -> None:
         """See :meth:`GradientBucket.copy_out`; the bucket no longer refers to the gradient."""
-        super().copy_out(verdict)
-        del self._result, self._own
+        super().copy_out(used)
+        del self._result
 
     def _gradient(self, position: int) -> Tensor:
-        return self._own if self._own is not None else like_parameter(self._result, self.members[0].parameter)
+        return like_parameter(self._result, self.members[0].parameter)
 
 
 class SparseBucket(GradientBucket):
@@ -271,9 +262,9 @@ class SparseBucket(GradientBucket):
         """See :meth:`GradientBucket.multiply`."""
         self._result = self._result * factor
 
-    def copy_out(self, verdict: Verdict) -> None:
+    def copy_out(self, used: Sequence[bool] | None) -> None:
         """See :meth:`GradientBucket.copy_out`; the bucket no longer refers to the gradient."""
-        super().copy_out(verdict)
+        super().copy_out(used)
         del self._result
 
     def _gradient(self, position: int) -> Tensor:
@@ -340,6 +331,10 @@ class FlatBucket(GradientBucket):
         super().__init__(index, planned, members, waits, half)
         self._extra = extra
         self._indices = planned.indices
+        self._copied: list[BucketPart] = []
+        """The parts whose gradients have been copied while backward runs, so that the parameters have no ``.grad``."""
+        self._copies_early: bool | None = False
+        """True if complete parts are copied while backward runs; None before the first one."""
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
 
     @property
@@ -367,17 +362,21 @@ class FlatBucket(GradientBucket):
                 begin, nbytes = position + 1, 0
         return parts
 
-    def part_is_complete(self, part: BucketPart, grads: list[Any]) -> bool:
+    def open(self, scale: float) -> None:
+        """See :meth:`GradientBucket.open`."""
+        super().open(scale)
+        self._copied.clear()
+        self._copies_early = None if len(self.parts) > 1 else False
+
+    def part_is_complete(self, part: BucketPart, grads: list[Any]) -> None:
         """See :meth:`GradientBucket.part_is_complete`; copies the part, except in unusual cases, which :meth:`copy_in`
         handles."""
-        self.missing -= 1
-        part.is_complete = True
+        self.complete.append(part)
         if self._copies_early is not False and not torch.is_grad_enabled():  # copies would have a graph
             if self._copies_early is None:
                 self._copies_early = self._memory.claim_early(list(map(_grad_of, self._parameters)))
             if self._copies_early:
                 self._copy_part(part, grads)
-        return not self.missing
 
     def _copy_part(self, part: BucketPart, grads: list[Any]) -> None:
         begin, end = part.positions.start, part.positions.stop
@@ -394,18 +393,18 @@ class FlatBucket(GradientBucket):
         except RuntimeError:  # a sparse gradient, or one of another shape: copy_in handles it
             return
         deque(map(setattr, part.parameters, repeat("grad"), repeat(None)), maxlen=0)
-        part.is_copied = True
+        self._copied.append(part)
 
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
         """See :meth:`GradientBucket.copy_in`; the report's row, behind the gradients, is not scaled."""
         self._check_unchanged()
         grads: list[Tensor | None] = list(map(_grad_of, self._parameters))
         memory = self._memory
-        if self._copies_early:
-            if used is None and all(map(operator.is_, grads, repeat(None))) and self._is_copied():
+        if self._copied:
+            all_copied = len(self._copied) == len(self.parts)
+            if used is None and all_copied and all(map(operator.is_, grads, repeat(None))):
                 return CopiedIn(memory.now.flat, row=memory.now.row)
-            if any(part.is_copied for part in self.parts):
-                return self._copy_rest(grads, memory.in_place(grads), used)
+            return self._copy_rest(grads, memory.in_place(grads), used)
         inside = memory.in_place(grads) if self._copies_early else memory.claim(grads)
         if used is not None and not all(map(used.__getitem__, self._indices)):
             self._keep_all_unused(grads, inside, used)
@@ -421,16 +420,13 @@ class FlatBucket(GradientBucket):
             factor = 1.0
         return CopiedIn(memory.now.flat, factor, undefined, memory.now.row)
 
-    def _is_copied(self) -> bool:
-        """Return True if all has been copied early."""
-        return all(map(_is_copied, self.parts))
-
     def _copy_rest(
         self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int] | None
     ) -> CopiedIn:
         """Copy and scale the gradients that were not copied early; add gradients that came later to the early ones."""
-        rest = [i for part in self.parts if not part.is_copied for i in part.positions]
-        again = [i for part in self.parts if part.is_copied for i in part.positions if grads[i] is not None]
+        copied = {i for part in self._copied for i in part.positions}
+        rest = [i for i in range(len(grads)) if i not in copied]
+        again = [i for i in sorted(copied) if grads[i] is not None]
         if used is not None and not all(map(used.__getitem__, self._indices)):
             self._keep_all_unused(grads, inside, used)
         deque(map(setattr, self._parameters, repeat("grad"), repeat(None)), maxlen=0)
@@ -487,10 +483,10 @@ class FlatBucket(GradientBucket):
         """See :meth:`GradientBucket.multiply`."""
         self._memory.now.gradients.mul_(factor)
 
-    def copy_out(self, verdict: Verdict) -> None:
+    def copy_out(self, used: Sequence[bool] | None) -> None:
         """See :meth:`GradientBucket.copy_out`."""
-        if verdict.used is not None and not all(map(verdict.used.__getitem__, self._indices)):
-            super().copy_out(verdict)
+        if used is not None and not all(map(used.__getitem__, self._indices)):
+            super().copy_out(used)
         else:
             try:
                 deque(map(setattr, self._parameters, repeat("grad"), self._memory.now.grads), maxlen=0)

@@ -19,17 +19,16 @@ from lockstep.distributed.comm.collectives import (
     control_plane,
     plain_memory,
 )
-from lockstep.distributed.comm.half_precision import travels_in_half
 from lockstep.distributed.reduction.buckets import BucketsInUse
-from lockstep.distributed.reduction.buffers import BufferSync
+from lockstep.distributed.reduction.buffer_sync import BufferSync
 from lockstep.distributed.reduction.comm_hooks import HookChain
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.parameters import ParameterSet
-from lockstep.distributed.reduction.plan import AdaptivePlan
+from lockstep.distributed.reduction.plan import AdaptivePlan, travels_in_half
 from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
 from lockstep.distributed.reduction.status import Part, Report, ReportLayout, Status
-from lockstep.distributed.reduction.values import ValueChecker
+from lockstep.distributed.reduction.values import ValueChecker, check_equal_values
 from lockstep.distributed.reduction.verdict import Verdict
 
 
@@ -44,8 +43,11 @@ class CommonState:
         buffers: BufferSync,
         caps: Sequence[int],
         half: torch.dtype | None = None,
+        *,
+        compares_values: bool = True,
     ) -> None:
-        """``half``: the half precision in which gradients travel; None for their own dtype."""
+        """``half``: the half precision in which gradients travel; None for their own dtype; ``compares_values``: those
+        of parameters that are put into the module later."""
         self.collectives = collectives
         self.modules = modules
         self.buffers = buffers
@@ -58,6 +60,7 @@ class CommonState:
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self._caps = tuple(caps)
         self._half = half
+        self._compares_values = compares_values
         self.buffer_source_moved = False
         """True if buffers are those of another rank than the first, which had run out of batches."""
         self.watch: ValueChecker | None = None
@@ -218,7 +221,11 @@ class CommonState:
         """Agree with all ranks on hooks and parameters; returns the new ones that any rank has a gradient of."""
         self.hooks.agree(self.collectives)
         self._settle()
-        return self.members.agree_anew(self.collectives)
+        proposal = self.members.compare(self.collectives)
+        if self._compares_values:
+            check_equal_values([(each.name, each.parameter) for each in proposal.new], self.collectives)
+        self.members.accept(proposal)
+        return proposal.with_gradient
 
     def renew(self) -> bool:
         """Go on with the parameters, hooks and buffers that all ranks have now; return True if the parameters are

@@ -106,13 +106,11 @@ class Decisions:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._state = state_of(group)
-        self.batch = self._state.batch
-        """The number of the batch that the innermost loop is at, counted by ``batches()``."""
         self._loops = [Loop()]  # from the outermost; the first stands for code outside of batches()
         self.innermost = self._loops[0]
         """The loop that rounds belong to."""
         self._padding: list[object] = []
-        self._share: int | None = None
+        self._shares: list[int] = []
         self._requests: list[Callable[[], object]] = []
         self._aborted: weakref.WeakSet[HasAborted] = weakref.WeakSet()
         self.skips_next = False
@@ -121,6 +119,11 @@ class Decisions:
         self._skippable: list[tuple[type[BaseException], ...]] = []
 
     # ------------------------------------------------------------------------------ what this rank says
+
+    @property
+    def batch(self) -> int:
+        """The number of the batch that the innermost loop is at, counted by ``batches()``."""
+        return self._state.batch
 
     @property
     def asks_to_stop(self) -> bool:
@@ -167,8 +170,7 @@ class Decisions:
         ``ends``: it is this rank's last; ``uneven``: some rank may have run out; ``active``: the ranks that have not,
         or None if unknown or all.
         """
-        self.batch += 1
-        self._state.batch = self.batch
+        self._state.next_batch()
         loop.next_batch(ends, uneven, active)
 
     @contextmanager
@@ -184,17 +186,17 @@ class Decisions:
     @contextmanager
     def inside_share(self, share: int) -> Iterator[None]:
         """Run one share of a batch in a loop that goes through this rank's shares."""
-        self._share = share
+        self._shares.append(share)
         try:
             yield
         finally:
-            self._share = None
+            self._shares.pop()
 
     def check_outside_share(self, global_rank: int) -> None:
         """Raise :class:`ShareError` inside of a share, of which another rank may have more or fewer."""
-        if self._share is not None:
+        if self._shares:
             raise ShareError(
-                f"rank {global_rank}: a backward pass in share {self._share} of a batch has "
+                f"rank {global_rank}: a backward pass in share {self._shares[-1]} of a batch has "
                 "reached a module that is replicated without shares over the same process group, and would synchronise "
                 "it once for each share, of which ranks have different numbers; replicate it with as many shares, too, "
                 "run its backward after the loop over the batch's shares, or its forward under torch.no_grad()"
@@ -278,7 +280,7 @@ class Decisions:
     @property
     def is_usual(self) -> bool:
         """True if this rank's next report has no news but the number of its batch, and all ranks have batches."""
-        if self._stops or self.skips_next or self._share is not None or self._padding:
+        if self._stops or self.skips_next or self._shares or self._padding:
             return False
         return all(map(_is_usual, self._loops)) and not (self._requests and self.asks_to_stop)
 

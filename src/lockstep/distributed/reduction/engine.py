@@ -24,13 +24,12 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
-from torch.nn import Parameter
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.reduction.graph import (
@@ -41,7 +40,6 @@ from lockstep.distributed.reduction.graph import (
     named,
     reach_of,
 )
-from lockstep.errors import NotReplicableError
 
 _KEY = "lockstep.backward"
 _lock = threading.Lock()
@@ -323,26 +321,6 @@ def _is_in_function() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-APPLIED_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
-"""The module of PyTorch whose optimizers step in backward."""
-
-
-def check_optimizers(named: Callable[[], Iterable[tuple[str, Parameter]]]) -> None:
-    """Raise :class:`NotReplicableError` if a parameter's optimizer steps in backward, on gradients not yet reduced.
-
-    ``named`` returns parameters with their names; it is called only if the process has used such optimizers at all.
-    """
-    module = sys.modules.get(APPLIED_IN_BACKWARD)
-    if module is not None and getattr(module, "param_to_acc_grad_map", True):  # else it has not been called
-        for name, parameter in named():
-            if hasattr(parameter, "_in_backward_optimizers"):
-                raise NotReplicableError(
-                    f"parameter {name} has an optimizer from _apply_optimizer_in_backward(), which steps before "
-                    "gradients are reduced; step in a hook of your own (parameter.register_post_accumulate_grad_hook), "
-                    "which waits for the reduced gradient, or after backward"
-                )
 
 
 # ------------------------------------------------------- thread-local objects of the engine's threads

@@ -1,4 +1,4 @@
-"""The gradients of parameters: which of them a backward pass has changed, and the memory of those in a flat bucket.
+"""The gradients of parameters: which a pass has changed, the memory of those in a flat bucket, those programs keep.
 
 A :class:`GradientSnapshot` compares the gradients before and after the pass. Autograd either sets ``.grad`` to a new
 object, or adds to the existing one, which raises its version. So references and versions show every change, whatever
@@ -15,14 +15,25 @@ round, its memory is never overwritten: the bucket moves to new memory.
 Gradients are compared with the bucket's views by memory and layout, not by identity: ``grad.data =`` and
 ``module.to(memory_format=...)`` give the same object other memory, and ``grad.detach()`` is another object with the
 same memory.
+
+A *kept gradient* is one whose memory the program reads itself: a ``.grad`` that is a view of one flat tensor, which the
+optimizer reads, or a tensor that ``.grad`` was once. PyTorch's DistributedDataParallel writes the mean into the
+``.grad`` from before the pass. Here the mean is made in a bucket or a new tensor, and :func:`write_back` copies it.
+
+A gradient from before the pass counts as kept if anything but ``.grad`` refers to the tensor or its memory, or if
+PyTorch has not allocated the memory (``torch.from_numpy``). If nothing does, as after ``no_sync()``, nobody can tell
+that a bucket's tensor takes its place. Gradients that share memory with each other alone are not kept: autograd makes
+such, even some that overlap.
 """
 
+import logging
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import compress, repeat
 from operator import and_, attrgetter, is_, is_not, ne, or_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -175,7 +186,7 @@ class GradientMemory:
         it is either one that a parameter got, or counts as one more user."""
         return (
             True not in map(operator.is_, current, memory.grads)
-            and storage_users(memory.flat) == memory.users
+            and users_of(memory.flat.untyped_storage()) == memory.users
             and list(map(sys.getrefcount, memory.grads)) == memory.counts
             and self._are_grads_in_place(memory)
         )
@@ -227,7 +238,7 @@ class GradientMemory:
         numel = self._layout.numel
         parts = flat[:numel], flat[numel:]
         grads = self._gradients(views) if grads is None else grads
-        return _Memory(flat, *parts, views, grads, storage_users(flat), references(grads))
+        return _Memory(flat, *parts, views, grads, users_of(flat.untyped_storage()), references(grads))
 
     def _gradients(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that parameters get: with the memory of the views, but each with its own version."""
@@ -267,17 +278,12 @@ def _note_bucket_memory(flat: Tensor) -> None:
 
 def _is_seen_by_others(memory: _Memory, inside: Sequence[bool]) -> bool:
     """Return True if anything but the bucket and its parameters still sees gradients of an earlier round."""
-    if storage_users(memory.flat) > memory.users:
+    if users_of(memory.flat.untyped_storage()) > memory.users:
         return True
     now = references(memory.grads)
     return now != memory.counts and any(
         a > b for a, b, stays in zip(now, memory.counts, inside, strict=True) if not stays
     )
-
-
-def storage_users(tensor: Any) -> int:
-    """Return how many tensors share the tensor's memory, itself included."""
-    return users_of(tensor.untyped_storage())
 
 
 def users_of(storage: UntypedStorage) -> int:
@@ -288,3 +294,98 @@ def users_of(storage: UntypedStorage) -> int:
 def references(objects: Sequence[Any]) -> list[int]:
     """Return the reference count of each entry of a list."""
     return list(map(sys.getrefcount, objects))
+
+
+# ------------------------------------------------------------------------ gradients that the program keeps
+
+
+class KeptGradient(NamedTuple):
+    """A gradient that the program keeps."""
+
+    position: int
+    """The position of its parameter in the snapshot."""
+    parameter: Parameter
+    grad: Tensor
+
+
+def find_kept(before: GradientSnapshot, positions: Iterable[int], given: Container[int]) -> list[KeptGradient]:
+    """Return the gradients, of those ``before`` the pass, that the program keeps; nothing may have been copied out yet.
+
+    ``positions``: of the parameters to look at; ``given``: the numbers of storages in which buckets still refer to the
+    gradients that they have given. If another object of the library refers to a gradient, it counts as kept, which
+    costs a copy.
+    """
+    if before.is_empty:
+        return []
+    every = before.grads
+    positions = [position for position in positions if every[position] is not None]
+    counts = references([every[position] for position in positions])
+    storages = _storages([cast("Tensor", every[position]) for position in positions])
+    keys = [0 if storage is None else storage._cdata for storage in storages]
+    sharing = Counter(keys)
+    kept = {
+        key
+        for key, storage in zip(keys, storages, strict=True)
+        if storage is not None
+        and (users_of(storage) > sharing[key] or not storage.resizable())
+        and not (key in bucket_memory or key in given)
+    }
+    found = [
+        position
+        for position, key, count in zip(positions, keys, counts, strict=True)
+        if key in kept or count > _UNKEPT + (key in given)
+    ]
+    return [KeptGradient(each, before.parameters[each], cast("Tensor", every[each])) for each in found]
+
+
+def _storages(grads: Sequence[Tensor]) -> list[UntypedStorage | None]:
+    """Return the storages of gradients; None for those that are not strided."""
+    local = grads if set(map(type, grads)) <= {Tensor} else list(map(local_part, grads))
+    try:
+        return list(map(Tensor.untyped_storage, local))
+    except NotImplementedError:
+        return [each.untyped_storage() if each.layout == torch.strided else None for each in local]
+
+
+def _references_of_unkept() -> int:
+    parameter = Parameter(torch.empty(0, device="cpu"))
+    parameter.grad = torch.empty(0, device="cpu")
+    grads = [parameter.grad]
+    return references([grads[0]])[0]
+
+
+_UNKEPT = _references_of_unkept()
+"""The reference count of a gradient in two lists that nothing else in Python refers to."""
+
+
+def write_back(kept: Sequence[KeptGradient]) -> None:
+    """Copy the gradients that the parameters have now into those that the program keeps, and let these be ``.grad``."""
+    found = [
+        (parameter, grad, reduced)
+        for _, parameter, grad in kept
+        if (reduced := parameter.grad) is not None and reduced is not grad and _can_hold(grad, reduced)
+    ]
+    if found:
+        values = [new.to_dense() if new.is_sparse and not grad.is_sparse else new for _, grad, new in found]
+        torch._foreach_copy_([local_part(grad) for _, grad, _ in found], list(map(local_part, values)))
+        for parameter, grad, _ in found:
+            parameter.grad = grad
+
+
+def _can_hold(grad: Tensor, reduced: Tensor) -> bool:
+    """Return False for gradients that autograd would not have added to in place either."""
+    if is_dtensor(reduced):
+        return is_dtensor(grad) and grad.placements == reduced.placements  # type: ignore[attr-defined]
+    return reduced.is_sparse or not grad.is_sparse
+
+
+def give_up(kept: Sequence[KeptGradient]) -> None:
+    """Zero the memory of gradients that the program keeps, and that are dropped; log that ``.grad`` is None now."""
+    if kept:
+        for each in kept:
+            local_part(each.grad).zero_()
+        logging.getLogger("lockstep").warning(
+            "%d gradients were dropped, whose memory the program keeps: that memory is zero now, and .grad is None. A "
+            "program that reads that memory has to set .grad again before the next backward",
+            len(kept),
+        )

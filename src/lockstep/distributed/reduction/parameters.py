@@ -15,7 +15,7 @@ error by name, on every rank, in this backward and each later one until it is go
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, call, is_
 from types import MappingProxyType
@@ -29,11 +29,9 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buffers import Buffer, BufferSet, describe_buffer, has_overlap
-from lockstep.distributed.reduction.engine import check_optimizers
-from lockstep.distributed.reduction.gradients import GradientSnapshot, bucket_memory
+from lockstep.distributed.reduction.buffers import Buffer, BufferSet, has_overlap
+from lockstep.distributed.reduction.gradients import GradientSnapshot, KeptGradient, bucket_memory, find_kept, give_up
 from lockstep.distributed.reduction.graph import ReachableLeaves
-from lockstep.distributed.reduction.kept_gradients import KeptGradient, find_kept, give_up
 from lockstep.distributed.reduction.managed_parameters import (
     ManagedParameter,
     Owner,
@@ -43,7 +41,6 @@ from lockstep.distributed.reduction.managed_parameters import (
     owner_of,
     release,
 )
-from lockstep.distributed.reduction.values import check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AlreadyManagedError, LockstepError, NotReplicableError, OptionError
 
@@ -62,7 +59,7 @@ class Contents(NamedTuple):
     def describe(self, earlier: Mapping[int, str] = MappingProxyType({})) -> list[Line]:
         """Return the lines that must be the same on all ranks; ``earlier``: see :func:`describe_parameter`."""
         parameters = (describe_parameter(n, p, self, trained=True, earlier=earlier) for n, p in self.parameters)
-        return [*parameters, *map(describe_buffer, self.buffers)]
+        return [*parameters, *(Line(f"buffer {each.name}", each.describe()) for each in self.buffers)]
 
 
 def describe_parameter(
@@ -259,6 +256,26 @@ def sharded_children(module: Module) -> Iterator[Module]:
 # ---------------------------------------------------------------------------------------- checks
 
 
+APPLIED_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+"""The module of PyTorch whose optimizers step in backward."""
+
+
+def check_optimizers(named: Callable[[], Iterable[tuple[str, Parameter]]]) -> None:
+    """Raise :class:`NotReplicableError` if a parameter's optimizer steps in backward, on gradients not yet reduced.
+
+    ``named`` returns parameters with their names; it is called only if the process has used such optimizers at all.
+    """
+    module = sys.modules.get(APPLIED_IN_BACKWARD)
+    if module is not None and getattr(module, "param_to_acc_grad_map", True):  # else it has not been called
+        for name, parameter in named():
+            if hasattr(parameter, "_in_backward_optimizers"):
+                raise NotReplicableError(
+                    f"parameter {name} has an optimizer from _apply_optimizer_in_backward(), which steps before "
+                    "gradients are reduced; step in a hook of your own (parameter.register_post_accumulate_grad_hook), "
+                    "which waits for the reduced gradient, or after backward"
+                )
+
+
 def _check_devices(
     named: Sequence[tuple[str, Tensor]], device_ids: Sequence[object] | None, output_device: object
 ) -> None:
@@ -348,6 +365,18 @@ class SlotSnapshot:
             return True
 
 
+class Proposal(NamedTuple):
+    """The parameters that all ranks have now; :meth:`ParameterSet.accept` agrees on them."""
+
+    parameters: list[ManagedParameter]
+    trained: list[int]
+    """The indices of those that are trained on any rank."""
+    new: list[ManagedParameter]
+    """Those on which the ranks have not agreed before."""
+    with_gradient: list[ManagedParameter]
+    """The new ones that any rank has a gradient of."""
+
+
 class _Agreed(NamedTuple):
     """The parameters on which the ranks have agreed."""
 
@@ -381,10 +410,9 @@ class ParameterSet:
     its remaining parts are synchronised as before.
     """
 
-    def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter], values: bool) -> None:
-        """``delayed``: parameters whose gradients leave last; ``values``: compare the values of new parameters."""
+    def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter]) -> None:
+        """``delayed``: parameters whose gradients leave last."""
         self._selection = selection
-        self._compares_values = values
         self._delayed = {id(parameter) for parameter in delayed}
         self._owner: ref[Owner] | None = None
         self.added: Sequence[ManagedParameter] = ()
@@ -392,8 +420,6 @@ class ParameterSet:
         managed = _managed(contents)
         self._agreed = _Agreed.on(managed, [each.index for each in managed if each.parameter.requires_grad])
         self._next: _Agreed | None = None  # agreed on, but not in use yet
-        self.tracked = self._agreed.tensors
-        """The parameters whose gradients are watched: those agreed on, in order of their index, then the added ones."""
         self._structure = _Structure()
         self._note_structure()
 
@@ -401,6 +427,12 @@ class ParameterSet:
     def parameters(self) -> list[ManagedParameter]:
         """The parameters that the ranks have agreed on."""
         return self._agreed.parameters
+
+    @property
+    def tracked(self) -> list[Parameter]:
+        """The parameters whose gradients are watched: those agreed on, in order of their index, then the added ones."""
+        agreed = self._agreed.tensors
+        return [*agreed, *(each.parameter for each in self.added)] if self.added else agreed
 
     @property
     def trained(self) -> list[int]:
@@ -513,18 +545,13 @@ class ParameterSet:
         """Look for parameters added or removed on this rank; return True if there are any."""
         held = self._selection.module_or_none()  # another thread may drop the module meanwhile
         if held is None:
-            self._track(self._orphans())
+            self.added = self._orphans()
             return False
         slots = self._structure.slots()
         changed = slots is None or slots.changed()
         if changed or self.added:
-            self._track(self._find_added() if changed else ())
+            self.added = self._find_added() if changed else ()
         return changed
-
-    def _track(self, added: Sequence[ManagedParameter]) -> None:
-        self.added = added
-        agreed = self._agreed.tensors
-        self.tracked = [*agreed, *(each.parameter for each in added)] if added else agreed
 
     def _find_added(self) -> list[ManagedParameter]:
         owner = self._owner_now
@@ -553,16 +580,14 @@ class ParameterSet:
         count = len(self._agreed.parameters)
         return [ManagedParameter(count + i, name, tensor, False) for i, (name, tensor) in enumerate(unowned)]
 
-    def agree_anew(self, collectives: Collectives) -> list[ManagedParameter]:
-        """Agree on the parameters with all other ranks; return the new ones that any rank has a gradient of.
+    def compare(self, collectives: Collectives) -> "Proposal":
+        """Compare the module's parameters with those of all other ranks; return what is to be agreed on.
 
-        They come into use with :meth:`take_over`. Raises on every rank if ranks differ, and changes nothing then.
-        Communicates what :func:`check_same_on_all_ranks` and :func:`check_equal_values` do.
+        Raises on every rank if ranks differ. Communicates what :func:`check_same_on_all_ranks` does.
         """
         if self.is_dropped:
             gone = "the replicated module has been dropped, and only parts of it are left"
             check_same_on_all_ranks([], collectives, error=gone)
-            return []
         owner, contents, failure = self._owner_now, Contents([], [], frozenset()), ""
         try:
             contents = self._selection.contents(owner)
@@ -577,15 +602,16 @@ class ParameterSet:
         rows = check_same_on_all_ranks(lines, collectives, [len(new), *numbers, *trained], failure)
         trained = sorted({index for row in rows for index in row[1 + row[0] :]})
         rows = [row[1 : 1 + row[0]] for row in rows]
-        told = {number for row in rows for number in row}
         names, indices = [each.name for each in managed], [{number // 2 for number in row} for row in rows]
         check_new_everywhere(names, indices, collectives.global_ranks)
-        if self._compares_values:
-            check_equal_values([(each.name, each.parameter) for each in new], collectives)
+        with_gradient = {number // 2 for row in rows for number in row if number % 2}
+        return Proposal(managed, trained, new, [managed[i] for i in sorted(with_gradient)])
+
+    def accept(self, proposal: "Proposal") -> None:
+        """Agree on what all ranks have compared; it comes into use with :meth:`take_over`."""
         before = [(each.name, id(each.parameter)) for each in self.current]
-        if told or [(each.name, id(each.parameter)) for each in managed] != before:
-            self._next = _Agreed.on(managed, trained)
-        return [self.current[i] for i in sorted({number // 2 for number in told if number % 2})]
+        if proposal.new or [(each.name, id(each.parameter)) for each in proposal.parameters] != before:
+            self._next = _Agreed.on(proposal.parameters, proposal.trained)
 
     def drop_gradients(self, kept: Sequence[KeptGradient] | None = None) -> None:
         """Let no parameter have a gradient, whether or not the ranks have agreed on it.
@@ -609,7 +635,7 @@ class ParameterSet:
             if id(old) not in self._next.by_id:
                 release(old, owner)
         self._agreed, self._next = self._next, None
-        self._track(())
+        self.added = ()
         self._note_structure()
         self.attach(owner)
         return True

@@ -34,6 +34,12 @@ SINGLE_BYTES = 4 * MIB
 """Gradients of at least this size travel alone: copying one would cost more than a collective."""
 
 
+def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
+    """Return True if gradients of a dtype travel in ``reduce_dtype``: float32, and the same half precision, whose sums
+    a backend would round more than once."""
+    return half is not None and dtype in (torch.float32, half)
+
+
 class Kind(Enum):
     """The way in which a bucket moves its gradients."""
 

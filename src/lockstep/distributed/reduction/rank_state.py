@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed.reduction.buffers import BufferSync, KeptBuffers
+from lockstep.distributed.reduction.buffer_sync import BufferSync
+from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.parameters import ParameterSet
-from lockstep.distributed.reduction.passes import PassLog
-from lockstep.distributed.reduction.status import Part, Status
+from lockstep.distributed.reduction.status import Part, PassLog, Status
 from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.dtensors import local_part
 
@@ -80,10 +80,8 @@ class Window:
     """
 
     def __init__(self) -> None:
-        self.is_open = False
-        """True if the micro-batches have weights."""
-        self.total = 0.0
-        """The sum of the weights."""
+        self.weights: list[float] = []
+        """The weights of its blocks; empty if the micro-batches have none: no window is open."""
         self.problem = ""
         """The reason why this rank's part in the next round has to fail, or an empty text."""
         self._blocks = 0  # number of blocks under way
@@ -93,7 +91,7 @@ class Window:
     @property
     def is_unused(self) -> bool:
         """True if no weights have been given."""
-        return not (self.is_open or self._blocks or self.problem)
+        return not (self.weights or self._blocks or self.problem)
 
     @contextmanager
     def block(self, weight: float, parameters: Sequence[ManagedParameter], synchronises: bool) -> Iterator[None]:
@@ -101,12 +99,12 @@ class Window:
 
         If no rank reaches the module, as when all of it is frozen, there is no round, and the window is closed anyway.
         """
-        was_open, before, passes = self.is_open, (self.total, self.problem), self._passes
-        if was_open:
+        blocks, problem, passes = len(self.weights), self.problem, self._passes
+        if blocks:
             self.check_gradients()
         else:
             self._open(parameters)
-        self.total += weight
+        self.weights.append(weight)
         self._blocks += 1
         try:
             yield
@@ -115,16 +113,16 @@ class Window:
         except BaseException:
             if self._passes > passes:
                 self.fail(_INCOMPLETE)
-            elif self.is_open and was_open:  # no round has closed the window: the block does not count
-                self.total, self.problem = before
-            elif self.is_open:
+            elif self.weights and blocks:  # no round has closed the window: the block does not count
+                del self.weights[blocks:]
+                self.problem = problem
+            elif self.weights:
                 self.close()
             raise
         finally:
             self._blocks -= 1
 
     def _open(self, parameters: Sequence[ManagedParameter]) -> None:
-        self.is_open = True
         zeros = are_zero([member.parameter.grad for member in parameters])
         if False in zeros:
             self.fail(
@@ -138,9 +136,9 @@ class Window:
     def pass_begins(self) -> None:
         """Note that a backward pass has reached the module."""
         self._passes += 1
-        if self.is_open and not self._blocks:
+        if self.weights and not self._blocks:
             self.fail(_NO_WEIGHT)
-        elif self._blocks and not self.is_open:
+        elif self._blocks and not self.weights:
             self.fail(_AFTER_ROUND)
 
     def pass_ended(self) -> None:
@@ -150,7 +148,7 @@ class Window:
     def pass_failed(self) -> None:
         """Note that a pass that has reached the module has failed on this rank, without the other ranks being told."""
         self._passes += 1
-        if self.is_open:
+        if self.weights:
             self.fail(_INCOMPLETE)
 
     def check_gradients(self) -> None:
@@ -165,7 +163,7 @@ class Window:
 
     def check_members(self, parameters: Sequence[ManagedParameter]) -> None:
         """Fail if the module has other parameters now than when the window was opened."""
-        if self.is_open:
+        if self.weights:
             self.fail_if_changed([left.member for left in self._left], parameters)
 
     def fail_if_changed(self, before: Sequence[ManagedParameter], now: Sequence[ManagedParameter]) -> None:
@@ -186,8 +184,7 @@ class Window:
 
     def close(self) -> None:
         """Forget the weights: the round has ended, or all ranks discard the accumulated gradients."""
-        self.is_open = False
-        self.total = 0.0
+        self.weights.clear()
         self.problem = ""
         self._passes = 0
         self._left = []
@@ -234,7 +231,7 @@ class Contribution:
     def is_something(self, added: Sequence[ManagedParameter]) -> bool:
         """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
         ``added``, which the ranks have not agreed on yet. May wait for the device."""
-        if self.window.is_open or self.window.problem:
+        if self.window.weights or self.window.problem:
             return True
         piled = [*compress(self._parameters, self.used), *added]
         return not all(are_zero([member.parameter.grad for member in piled]))
@@ -391,7 +388,7 @@ class RankState:
         found = self._in_round and self.differs
         self.differs = found or (self.requires_sync and changed)
         window = self.contribution.window
-        if window.is_open:
+        if window.weights:
             window.check_members(self._members.here)
         if self.padding_batch is not None:
             window.fail_if_changed(self.padding_batch.members, self._members.here)
@@ -486,9 +483,9 @@ class RankState:
             loops.innermost.batch.ends,
             self.differs,
             own.drift.suspects,
-            window.is_open,
+            bool(window.weights),
             *(_NO_PASS if passive or self._skips else self.passes.summarize()),
-            window.total,
+            sum(window.weights),
         )
 
     # ----------------------------------------------------------------- batches that count nothing, or are left out

@@ -46,9 +46,7 @@ from lockstep.distributed.comm.collectives import watchers
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import (
-    APPLIED_IN_BACKWARD,
     BackwardPass,
-    check_optimizers,
     current_pass,
     foreign_pass,
     is_autograd_compiled,
@@ -69,10 +67,10 @@ from lockstep.distributed.reduction.managed_parameters import (
     remove_trigger,
     run_held_hooks,
 )
-from lockstep.distributed.reduction.passes import ForwardMark
+from lockstep.distributed.reduction.parameters import APPLIED_IN_BACKWARD, check_optimizers
 from lockstep.distributed.reduction.rank_state import PaddingBatch, RankState
 from lockstep.distributed.reduction.round import Round
-from lockstep.distributed.reduction.status import Part
+from lockstep.distributed.reduction.status import ForwardMark, Part
 from lockstep.errors import (
     AgreementError,
     CommunicationError,
@@ -148,7 +146,7 @@ class Reducer:
         if not this.adds:
             return _OpenPass(this, GradientSnapshot(()), own.requires_sync)
         own.look_for_changes()
-        if own.contribution.window.is_open:
+        if own.contribution.window.weights:
             own.contribution.window.check_gradients()
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
@@ -218,7 +216,7 @@ class Reducer:
         if self.common.plan.observes:
             numbers = [member.index for member in self.parameters]
         else:
-            numbers = [part.expected_last for part in buckets.parts if part.has_trigger]
+            numbers = [part.indices[-1] for part in buckets.parts if part.has_trigger]
         for number in numbers:
             self._put_trigger(number)
 
@@ -471,7 +469,7 @@ class Reducer:
             ended, self._round = self._round, None
             if ended is not None:
                 self._end_round(ended)
-            if ended is not None and (failed or not ended.is_copied_out):
+            if ended is not None and (failed or self._has_failed):
                 ended.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
             elif failed:
                 self._members.drop_gradients()
@@ -484,11 +482,12 @@ class Reducer:
 
     def _end_round(self, ended: Round) -> None:
         common = self.common
-        self._has_failed = not ended.is_copied_out
+        applied = ended.is_applied
+        self._has_failed = not applied
         if common.watch is not None:
             common.watch.forget()
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
-        if ended.is_copied_out or ended.has_begun:
+        if applied or ended.has_begun:
             common.count_round(ended.number)
         for trigger, number in ended.moved_triggers.items():
             self._move_trigger(trigger, number)

@@ -22,9 +22,8 @@ from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gat
 from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket, reduce_late
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.gradients import GradientSnapshot, grad_of
+from lockstep.distributed.reduction.gradients import GradientSnapshot, KeptGradient, find_kept, grad_of, write_back
 from lockstep.distributed.reduction.graph import has_means
-from lockstep.distributed.reduction.kept_gradients import KeptGradient, find_kept, write_back
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
@@ -33,7 +32,7 @@ from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
 
-_missing_of = attrgetter("missing")
+_is_full = attrgetter("is_full")
 
 
 class RoundState(IntEnum):
@@ -44,7 +43,9 @@ class RoundState(IntEnum):
     FINALIZING = auto()
     """Backward has ended: the remaining buckets are sent, and all are waited for. REDUCED or ABORTED follows."""
     REDUCED = auto()
-    """The gradients of all ranks have been summed; nothing follows."""
+    """The gradients of all ranks have been summed. APPLIED follows, or nothing: the verdict drops them."""
+    APPLIED = auto()
+    """The parameters have their gradients; nothing follows."""
     ABORTED = auto()
     """This rank has failed, and has told the others; nothing follows."""
 
@@ -64,8 +65,6 @@ class Round:
         """The first bucket that has not been sent."""
         self.late: dict[int, None] = {}
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
-        self.is_copied_out = False
-        """True if the parameters have their gradients."""
         self._common = common
         self._own = own
         self._passive = passive
@@ -96,6 +95,11 @@ class Round:
         return kept
 
     @property
+    def is_applied(self) -> bool:
+        """True if the parameters have their gradients."""
+        return self.phase is RoundState.APPLIED
+
+    @property
     def has_begun(self) -> bool:
         """True if anything of this round may have been sent to the other ranks."""
         return self.next_bucket > 0 or self.phase is not RoundState.FILLING
@@ -106,21 +110,23 @@ class Round:
         """Handle the gradient of the parameter that is expected to be the last one of its part: launch what is full if
         the whole part has come since the ``snapshot``; else the trigger is to move."""
         bucket, part = self.buckets.of[index], self.buckets.part_of[index]
-        if bucket is None or part is None or part.is_complete or bucket.index < self.next_bucket:
+        if bucket is None or part is None or part in bucket.complete or bucket.index < self.next_bucket:
             return  # it has come again
         grads = list(map(grad_of, part.parameters))
         missing = snapshot.missing(part.indices, grads)
         if missing:
             self.moved_triggers[index] = missing[-1]  # in the order of the plan
-        elif bucket.part_is_complete(part, grads):
-            self.launch_ready_buckets()
+        else:
+            bucket.part_is_complete(part, grads)
+            if bucket.is_full:
+                self.launch_ready_buckets()
 
     def with_taken(self, came: Sequence[int]) -> Sequence[int]:
         """Return the gradients that ``came``, and those that have been taken before the pass has ended."""
         count = len(self._used)
-        if not self.buckets.unbucketed and not any(map(_missing_of, self.buckets.in_order)):
+        if not self.buckets.unbucketed and all(map(_is_full, self.buckets.in_order)):
             return [*range(count), *(position for position in came if position >= count)]
-        taken = {index for part in self.buckets.parts if part.is_complete for index in part.indices}
+        taken = {index for bucket in self.buckets.in_order for part in bucket.complete for index in part.indices}
         return sorted(taken.union(came))
 
     def launch_ready_buckets(self) -> None:
@@ -130,7 +136,7 @@ class Round:
         """
         while self.next_bucket < len(self.buckets.in_order):
             bucket = self.buckets.in_order[self.next_bucket]
-            if bucket.missing or bucket.waits_for_end or not self._may_launch(bucket):
+            if not bucket.is_full or bucket.waits_for_end or not self._may_launch(bucket):
                 return
             with torch.no_grad():
                 self._launch_bucket(bucket, None)
@@ -151,7 +157,7 @@ class Round:
         common = self._common
         with common.collectives.phases.phase("collect"):
             copied = bucket.copy_in(used)
-            self._undefined += copied.undefined
+            self._undefined.extend(copied.undefined)
             if bucket is self.buckets.report_bucket:
                 self._write_behind(copied.row)
         what = self.buckets.labels[bucket.index]
@@ -199,9 +205,7 @@ class Round:
     def launch_rest(self) -> None:
         """Launch the remaining buckets, the buffers that are not in the report, and the report."""
         common, row = self._common, self._common.transport.own_row
-        has_large = common.buffers.has_large
-        if has_large:
-            common.buffers.prepare_large()
+        has_large = common.buffers.prepare_large()
         used = self._used if 0 in self._used else None
         for bucket in self.buckets.in_order[self.next_bucket :]:
             is_last = bucket is self.buckets.report_bucket and not has_large and row is None
@@ -277,8 +281,7 @@ class Round:
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise
-        if common.buffers.has_large or not common.buffers.are_equal:
-            common.buffers.finish_large()
+        common.buffers.finish_large()
         if transport.has_buffers and not verdict.changed:  # those that go with the gradients
             alone = None if transport.splits else transport.own_row
             transport.take_buffers(self._behind if alone is None else alone)
@@ -342,8 +345,8 @@ class Round:
             self._gather_means()
         if verdict.is_usual:
             for bucket in self.buckets.in_order:
-                bucket.copy_out(verdict)
-            self.is_copied_out = True
+                bucket.copy_out(verdict.used)
+            self.phase = RoundState.APPLIED
             return
         factor = verdict.factor
         overdue = [*(self._common.parameters[index] for index in verdict.late), *added]
@@ -351,10 +354,10 @@ class Round:
         for bucket in self.buckets.in_order:
             if factor != 1:
                 bucket.multiply(factor)
-            bucket.copy_out(verdict)
+            bucket.copy_out(verdict.used)
         for each in late:
             each.copy_out(factor)
-        self.is_copied_out = True
+        self.phase = RoundState.APPLIED
 
     def _gather_means(self) -> None:
         """Complete the buckets that travel in half precision, on all ranks."""

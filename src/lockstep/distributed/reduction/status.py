@@ -12,13 +12,26 @@ only compared with zero::
         buffers  the rest                  small buffers (``buffers.py``)
 
 ``verdict.py`` has the rules about statuses.
+
+Equal numbers of backward passes are not enough to tell that ranks are in the same one: if one rank runs an extra
+backward through a part of the module, or skips a batch after its forward, the ranks' rounds still pair up. So each
+rank's status says what its :class:`PassLog` has counted:
+
+- *how the module was called*: this backward went through outputs of the module's ``forward`` in training mode, in
+  evaluation mode, or through none (a submodule, another method, ``.module``);
+- *how many forwards* in training mode since the last round a backward has gone through, and how many it has left out.
+  Forwards under ``torch.no_grad()``, ``no_sync()``, or inside a backward (checkpointing) do not count.
+
+The parameters used and the number of forwards gone through may differ between ranks, as with branches and sequences.
 """
 
+import itertools
 import struct
 from collections.abc import Sequence
 from ctypes import string_at
-from enum import IntEnum
+from enum import Flag, IntEnum, auto
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -43,6 +56,18 @@ class Part(IntEnum):
     """Its backward has failed."""
 
 
+class Called(Flag):
+    """How the module was called, for the outputs that a backward pass went through."""
+
+    TRAINING = auto()
+    EVALUATION = auto()
+    OTHERWISE = auto()
+    """The pass reached its parameters, but not through outputs of its forward."""
+    UNKNOWN = auto()
+    """The compiler runs its forward, and does not tell; or the pass reached it through a mean over the ranks, behind
+    which the pass of one rank goes through the forward and that of another does not."""
+
+
 class Status(NamedTuple):
     """How one rank takes part in a round; fields are packed in this order."""
 
@@ -63,10 +88,10 @@ class Status(NamedTuple):
     weighted: bool = False
     """True if its contribution has a weight."""
     called: int = 0
-    """How its backward pass called the module, as a :class:`~lockstep.distributed.reduction.passes.Called`; 0 if it has
+    """How its backward pass called the module, as a :class:`Called`; 0 if it has
     no pass of its own."""
     through: int = 0
-    """The number of forwards since the last round that a backward has gone through (``passes.py``)."""
+    """The number of forwards since the last round that a backward has gone through (:class:`PassLog`)."""
     unused_forwards: int = 0
     """The number of forwards since then that no backward has gone through, or that raised."""
     weight: float = 0.0
@@ -99,6 +124,7 @@ class ReportLayout:
         self._rank = rank
         self._world = world
         self._late = parameters
+        self._none_late = bytes(parameters)
         self._status = 2 * parameters
         self._digest = self._status + _FORMAT.size * world
         start = self._digest + DIGEST_BYTES * world
@@ -111,7 +137,6 @@ class ReportLayout:
         self._own_status = self._status + _FORMAT.size * rank
         own = self._digest + DIGEST_BYTES * rank
         self._own_digest = slice(own, own + DIGEST_BYTES)
-        self._has_late = False
         statuses = slice(self._status, self._digest)
         self._alike = _UnanimousRow(self._numbers, dtype, parameters, statuses, rank, world)
 
@@ -123,10 +148,8 @@ class ReportLayout:
         ``digest``: :data:`DIGEST_BYTES` bytes, on the row's device, in a round that compares values.
         """
         head = self._head
-        if self._has_late:
-            head[self._late : self._status] = bytes(self._parameters)
-        self._has_late = bool(late)
         head[: self._parameters] = used
+        head[self._late : self._status] = self._none_late
         for index in late:
             head[self._late + index] = 1
         _FORMAT.pack_into(head, self._own_status, *status)
@@ -207,3 +230,109 @@ class _UnanimousRow:
             self._sum[: len(used)].copy_(self._used_places).mul_(self._world)
         self._statuses.copy_(self._own)
         return self._known[1] if torch.equal(head, self._sum) else None
+
+
+# ------------------------------------------------------------------------ this rank's forwards and backwards
+
+
+_TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  # ints, since Flag operations are slow
+
+
+class ForwardMark:
+    """One forward of the module, attached to its outputs for the backward pass."""
+
+    __slots__ = ("bound_parameter", "called", "round")
+
+    def __init__(self, called: int, round_: int | None, bound_parameter: object) -> None:
+        self.called = called
+        self.round = round_
+        self.bound_parameter = bound_parameter
+        """Of the parameters that the forward ran on: see :meth:`ParameterSet.bound_parameter`."""
+
+
+_numbers = itertools.count()
+_logs: "WeakValueDictionary[str, PassLog]" = WeakValueDictionary()
+
+
+class PassLog:
+    """Counts this rank's forwards and backwards of one module since its last round; ``name`` is unique."""
+
+    def __init__(self) -> None:
+        self.name = str(next(_numbers))
+        _logs[self.name] = self
+        self._round = 0
+        self._called = 0
+        self._through = self._unused_forwards = 0
+        self._compiled = self._own = False
+
+    def enter_forward(self, counts: bool) -> None:
+        """Note that a forward begins; ``counts``: a backward is expected to go through it."""
+        if counts:
+            self._unused_forwards += 1
+
+    def leave_forward(
+        self, counts: bool, training: bool, has_graph: bool, bound_parameter: object
+    ) -> ForwardMark | None:
+        """Note that a forward has ended; return the mark for its outputs, or None if they have no graph.
+
+        ``counts``: as in :meth:`enter_forward`; ``bound_parameter``: of the parameters that the forward ran on.
+        """
+        if not has_graph:
+            self._unused_forwards = max(0, self._unused_forwards - counts)
+            return None
+        return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None, bound_parameter)
+
+    def compile_forward(self) -> None:
+        """Note that the compiler has traced a forward: calls of the module are no longer seen."""
+        self._compiled = True
+
+    def note_reached(self, mark: ForwardMark | None, own: bool) -> None:
+        """Note that the backward pass goes through a forward; ``own``: it ran on the module's own parameters.
+
+        ``mark`` is None for a pass that reaches the module through a mean over the ranks.
+        """
+        self._called |= _UNKNOWN if mark is None else mark.called
+        if own:
+            self._own = True
+        if mark is not None and mark.round == self._round:
+            mark.round = None
+            self._through += 1
+            if self._unused_forwards:
+                self._unused_forwards -= 1
+
+    @property
+    def is_reached(self) -> bool:
+        """True if the current pass has gone through a forward on the module's own parameters, or a mean that leads
+        there."""
+        return self._own
+
+    def summarize(self) -> tuple[int, int, int]:
+        """Return, for the report, how the module was called (a :class:`Called`), and the numbers of forwards that
+        backward has gone through and left out since the last round."""
+        called = self._called or (_UNKNOWN if self._compiled else _OTHERWISE)
+        return called, self._through, self._unused_forwards
+
+    def end_pass(self) -> None:
+        """Note that the backward pass is over."""
+        self._called = 0
+        self._own = False
+
+    def end_round(self) -> None:
+        """Note that the backward pass is over and was a round: start to count forwards from zero."""
+        self._called = 0
+        self._own = False
+        self._round += 1
+        self._through = self._unused_forwards = 0
+
+
+def note_compiled(name: str) -> bool:
+    """Call :meth:`PassLog.compile_forward` while the compiler traces a forward, and not when the compiled code runs.
+
+    Takes the log's name, since PyTorch 2.11 accepts only constants here, and might make a number a variable.
+    """
+    _logs[name].compile_forward()
+    return True
+
+
+# As torch.compiler.assume_constant_result does, without importing the compiler: called while tracing, not compiled.
+note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -10,8 +10,7 @@ are asked in order, and the first message is used.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.distributed.reduction.passes import Called
-from lockstep.distributed.reduction.status import Part, Report, Status
+from lockstep.distributed.reduction.status import Called, Part, Report, Status
 from lockstep.errors import OptionError, PeerError
 
 NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"

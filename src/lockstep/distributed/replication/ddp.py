@@ -1,42 +1,315 @@
 """``DistributedDataParallel``: a wrapper with PyTorch's interface, implemented by ``replicate()``.
 
-``join()`` lets a rank that has run out of inputs take part in the steps of the others. In each forward inside of it,
-one all-reduce of a few numbers tells which ranks still have batches, and if this iteration synchronises. A rank that
-has run out then takes part in the round without gradients.
-
-Several wrappers may be in one ``Join``. Each has one forward in an iteration, but their forwards and backwards may come
-in any order: all messages before a round have the same form, so a rank that has run out can follow the others.
+:class:`CompatibleNames` has the attributes that say how the wrapper was made, and the private methods that training
+frameworks call: ``_set_static_graph``, ``_set_params_and_buffers_to_ignore_for_model``,
+``_register_builtin_comm_hook``, ``_register_buffer_comm_hook``, ``_distributed_rank``, ``will_sync_module_buffers``,
+``_remove_autograd_hooks``, and ``_get_ddp_logging_data`` with the entries that do not come from PyTorch's own reducer.
 """
 
 import copy
 import dataclasses
 import functools
-import weakref
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum, auto
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.comm.agreement import all_gather_object
-from lockstep.distributed.comm.collectives import Group, resolve_group
-from lockstep.distributed.reduction.buffers import Policy
-from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
-from lockstep.distributed.replication.ddp_compat import INSTEAD, BufferHookLocation, CompatibleNames
+from lockstep.distributed.comm.collectives import Group, global_ranks, resolve_group
+from lockstep.distributed.reduction.buffer_sync import Policy
+from lockstep.distributed.reduction.plan import MIB, ReductionPlan
+from lockstep.distributed.replication.ddp_compat import (
+    INSTEAD,
+    BufferHook,
+    BufferHookLocation,
+    CompatibleLogger,
+    CompatibleReducer,
+    check_buffer_hook,
+)
+from lockstep.distributed.replication.join import ShadowHook, enter_iteration
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
-from lockstep.distributed.replication.replication import Replication, broadcast_values, register
-from lockstep.errors import CommunicationError, NotReplicableError, OptionError
-from lockstep.inherited import refusing
-from lockstep.run_all import RunAll
+from lockstep.distributed.replication.replication import register
+from lockstep.errors import CommunicationError, HookError, NotReplicableError, OptionError
+from lockstep.inherited import refusal, refusing
 from lockstep.wrapper import is_of_module, naming_options
+
+_BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+
+
+def _option(name: str) -> Any:
+    """Return a read-only attribute: an option of the wrapper."""
+    return property(attrgetter(f"_options.{name}"))
+
+
+class CompatibleNames:
+    """Attributes and private methods of PyTorch's wrapper that programs use in training."""
+
+    module: Any
+    _options: Options
+    device_mesh = _option("device_mesh")
+    find_unused_parameters = _option("find_unused_parameters")
+    gradient_as_bucket_view = _option("gradient_as_bucket_view")
+    batched_grad_copy = _option("batched_grad_copy")
+    lazy_bucket_allocation = _option("lazy_bucket_allocation")
+    skip_all_reduce_unused_params = _option("skip_all_reduce_unused_params")
+    static_graph = _option("static_graph")
+    mixed_precision = _option("mixed_precision")
+    forward_sync_buffers = broadcast_buffers = _option("syncs_buffers")
+
+    _active_ddp_module = None  # read by the compiler from PyTorch's class, for the backward of PyTorch's wrapper
+    _buffer_hook: BufferHook | None = None
+    _divide_by_initial_world_size = True
+    _error = ""
+    _hooks_removed = False
+    _relied_on: ReductionPlan | None = None
+    _use_python_reducer = False
+    use_side_stream_for_tensor_copies = False
+    dim = 0
+    broadcast_bucket_size = 250 * MIB
+    require_forward_param_sync = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            refused = refusal(type(self), name)
+            if refused is None:
+                raise
+        raise AttributeError(refused, name=name, obj=self)
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """The index of the accelerator that inputs are moved to, in a list; None if there is none."""
+        return [
+            torch.device(given).index if not isinstance(given, int) else given
+            for given in self._options.device_ids or ()
+        ] or None
+
+    @property
+    def output_device(self) -> int | None:
+        """The index of the accelerator of :attr:`device_ids`, or None."""
+        return next(iter(self.device_ids or ()), None)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(iter(self.module.parameters())).device  # type: ignore[no-any-return]
+
+    @property
+    def device_type(self) -> str:
+        """The type of :attr:`device`."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """True if parameters are on more than one device."""
+        return len({parameter.device for parameter in self.module.parameters()}) > 1
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The size of a bucket in bytes."""
+        return self._options.caps[-1]
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The sizes in ``bucket_cap_mb_list``, in bytes."""
+        return list(self._options.caps) if self._options.bucket_cap_mb_list else []
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        """True if no size was given."""
+        return self._options.bucket_cap_mb is None and not self._options.bucket_cap_mb_list
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of parameters and buffers that are not replicated."""
+        marked = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        return {*self._options.params_and_buffers_to_ignore, *marked}
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The replicated buffers, by name."""
+        ignored = self.parameters_to_ignore
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The replicated buffers."""
+        return list(self.named_module_buffers.values())
+
+    @property
+    def _module_parameters(self) -> list[Parameter]:
+        ignored = self.parameters_to_ignore
+        return [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
+
+    @property
+    def _delay_all_reduce_params(self) -> list[Parameter]:
+        return [parameter for _, parameter in self._options.delay_all_reduce_named_params or ()]
+
+    @property
+    @abstractmethod
+    def _replication(self) -> ReducerReplication:
+        """The replication of the wrapper."""
+
+    @property
+    def reducer(self) -> CompatibleReducer:
+        """The object for calls that programs make between forward and backward, which do nothing."""
+        return CompatibleReducer(self)
+
+    @property
+    def logger(self) -> CompatibleLogger:
+        """The object with the data of :meth:`_get_ddp_logging_data`, and with logging calls, which do nothing."""
+        return CompatibleLogger(self)
+
+    @property
+    def process_group(self) -> Group:
+        """The group over which gradients are reduced."""
+        return self._replication.group
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Any, Any]]:
+        return [(hook, state) for state, hook in self._replication.hooks]
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """True if buckets are final. A hook that reads this (ZeRO's) relies on the buckets from then on."""
+        reducer = self._replication.reducer
+        plan = None if reducer is None else reducer.common.plan.current
+        if self._relied_on is not None and plan != self._relied_on:
+            rank = global_ranks(self.process_group)[self._distributed_rank]
+            raise HookError(
+                f"rank {rank}: a hook keeps what the buckets held, and they have changed: a parameter was unfrozen, "
+                "added, replaced, or used for the first time or several times in one backward. "
+                "Build the optimizer and its hook anew, around a new wrapper of wrapper.module"
+            )
+        if reducer is None or not reducer.common.is_planned:
+            return False
+        self._relied_on = plan
+        return True
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Return None: the compiler does not have to split its graphs at the ends of PyTorch's buckets."""
+
+    @staticmethod
+    def _get_data_parallel_params(module: Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return True if buffers will be made equal at the end of the next backward that synchronises."""
+        reducer = self._replication.reducer
+        return reducer is not None and reducer.rank_state.requires_sync and bool(reducer.buffers.buffers)
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer._check_reducer_finalized()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Do nothing: outputs are never cloned."""
+
+    def _note_error(self, error: str) -> None:
+        self._error = error
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop synchronising for good: gradients stay local to each rank from now on."""
+        self._replication.set_requires_gradient_sync(False)
+        self._hooks_removed = True
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Any, comm_hook_location: Any = BufferHookLocation.POST_FORWARD
+    ) -> None:
+        """Let ``hook(state, buffers)`` make buffers equal, before or after each forward, instead of the policy."""
+        check_buffer_hook(hook, comm_hook_location)
+        reducer = self._replication.started_reducer
+        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
+        reducer.buffers.leave()
+
+    def _run_buffer_hook(self, location: BufferHookLocation) -> None:
+        hook = self._buffer_hook
+        assert hook is not None
+        if hook.location is location and self.require_forward_param_sync and self.forward_sync_buffers:
+            reducer = self._replication.reducer
+            if reducer is not None and reducer.buffers.buffers:
+                hook.run(reducer.buffers.buffers)
+        if location is BufferHookLocation.POST_FORWARD:
+            self.require_forward_param_sync = torch.is_grad_enabled() and self._replication.requires_sync
+
+    @property
+    def _distributed_rank(self) -> int:
+        return int(self.process_group.rank())
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        reducer = self._replication.reducer
+        if reducer is not None and reducer.rounds:
+            raise OptionError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed; it is not needed here"
+            )
+        self._options = dataclasses.replace(self._options, static_graph=True)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        names = list(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        hook = _BUILTIN.get(getattr(comm_hook_type, "name", ""))
+        if hook is None:
+            raise HookError(f"expected a dist.BuiltinCommHookType, got {comm_hook_type!r}")
+        self._replication.register_comm_hook(self.process_group, hook)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        options, replication = self._options, self._replication
+        reducer = replication.started_reducer
+        trained = [member.spec for member in reducer.parameters if member.parameter.requires_grad]
+        error = self._error or reducer.error
+        names = [getattr(hook, "__qualname__", str(hook)) for _, hook in replication.hooks]
+        return {
+            "world_size": reducer.collectives.world,
+            "rank": reducer.collectives.rank,
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(options.find_unused_parameters),
+            "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "is_multi_device_module": int(self.is_multi_device_module),
+            "iteration": reducer.rounds,
+            "can_set_static_graph": int(reducer.rank_state.is_static and reducer.rounds > 0),
+            "has_error": int(bool(error)),
+            **({"error": error} if error else {}),
+            "num_parameter_tensors": len(trained),
+            "total_parameter_size_bytes": sum(spec.nbytes for spec in trained),
+            "bucket_sizes": ", ".join(str(bucket.layout.nbytes) for bucket in reducer.common.plan.current.buckets),
+            "join_uneven_inputs": int(hasattr(self, "_authoritative_rank") or self._join_config.enable),
+            **({"comm_hook": ", ".join(names)} if names else {}),
+        }
+
 
 M = TypeVar("M", bound=Module)
 _PyTorchs: Any = TorchDistributedDataParallel  # for isinstance; its annotations do not count
@@ -178,7 +451,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         """Call the module. Communicates nothing, except inside of :meth:`join`."""
         replication = self._replication
         if self._join_config.enable:
-            enter_iteration(self, replication)
+            enter_iteration(self, replication.started_reducer)
         if self._buffer_hook is not None:
             self._run_buffer_hook(BufferHookLocation.PRE_FORWARD)
         inputs, kwargs = replication.before_forward(inputs, kwargs)
@@ -249,8 +522,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
                 "join() and _register_buffer_comm_hook() do not go together: a rank that has run out of batches calls "
                 "no forward, so the others' hooks would wait for it. Use buffer_policy"
             )
-        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return ShadowHook(self, self._replication)
+        by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        return ShadowHook(self, self._replication.started_reducer, by_all)
 
     @property
     def join_device(self) -> torch.device:
@@ -328,121 +601,3 @@ def check_module(module: Any, ignored: Collection[str]) -> None:
         raise NotReplicableError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )
-
-
-# ------------------------------------------------------------------------------------------------ join
-
-
-_GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
-_contexts: "weakref.WeakKeyDictionary[ReducerReplication, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()
-
-
-def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
-    """Note that an active rank begins an iteration. Sends nothing outside of a ``Join`` context and after it."""
-    link = _contexts.get(replication)
-    hook = None if link is None else link()  # the context keeps it alive as long as it lasts
-    if hook is None or hook.ended:
-        return
-    work = Join.notify_join_context(wrapper)
-    if work is not None:  # only the first of several wrappers notifies the others of an iteration
-        work.wait()
-    synchronises = torch.is_grad_enabled() and replication.requires_sync
-    marks = hook.scheduler.announce_forward(hook.reducer, _SYNCHRONISES if synchronises else _LOCAL)
-    hook.count_only_active(marks)
-
-
-def is_in_join(replication: Replication) -> bool:
-    """Return True if a module is in a ``Join`` context that is not over."""
-    link = _contexts.get(replication)  # type: ignore[call-overload]
-    hook = None if link is None else link()
-    return hook is not None and not hook.ended
-
-
-class _Iteration(Enum):
-    """The progress of an iteration of the other ranks."""
-
-    EXPECTED = auto()
-    BEGUN = auto()
-    """Its round is still to come."""
-    OVER = auto()
-
-
-class ShadowHook(JoinHook):
-    """The hook of a rank without batches."""
-
-    def __init__(self, wrapper: Any, replication: ReducerReplication) -> None:
-        self._wrapper = wrapper
-        self._replication = replication
-        self._iteration = _Iteration.EXPECTED
-        self.ended = False
-        """True once all ranks have run out, and the context is over."""
-        _contexts[replication] = weakref.ref(self)
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer of the wrapper."""
-        return self._replication.started_reducer
-
-    @property
-    def scheduler(self) -> GroupScheduler:
-        """The scheduler of the wrapper's group."""
-        return scheduler_of(self.reducer.collectives.group)
-
-    def count_only_active(self, marks: list[int]) -> None:
-        """Use the buffers of the first rank that has batches, and divide by the number of such ranks if asked to."""
-        active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
-        if active:
-            divide_by = len(marks) if self._wrapper._divide_by_initial_world_size else len(active)
-            self.reducer.common.set_participants(active, divide_by)
-
-    def main_hook(self) -> None:
-        """Take part in the steps of the others until this wrapper has had its iteration."""
-        while self._iteration is not _Iteration.OVER:
-            self._follow()
-        self._iteration = _Iteration.EXPECTED
-
-    def _follow(self) -> None:
-        """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
-        scheduler = self.scheduler
-        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.scheduler is scheduler}
-        marks, members = scheduler.listen()
-        if any(marks):
-            for hook in (hooks[member] for member in members if member in hooks):
-                hook._begin(marks)
-            return
-        steps = RunAll()
-        for member in members:
-            with steps:
-                if member in hooks:
-                    hooks[member]._reduce_without_batch()
-                else:
-                    scheduler.reduce([member])
-        steps.end()
-
-    def _begin(self, marks: list[int]) -> None:
-        self.count_only_active(marks)
-        synchronises = _SYNCHRONISES in marks
-        self._iteration = _Iteration.BEGUN if synchronises else _Iteration.OVER
-        if synchronises and self.scheduler.modules.exclusive:
-            self._reduce_without_batch()
-
-    def _reduce_without_batch(self) -> None:
-        if self._iteration is _Iteration.BEGUN:
-            self._iteration = _Iteration.OVER
-        self.scheduler.reduce_without_batch(self.reducer)
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the values of a rank that ended last."""
-        self.ended = True
-        reducer = self.reducer
-        collectives = reducer.collectives
-        ended_last = all_gather_object(is_last_joiner, "who ended last", collectives)
-        source = max(rank for rank, last in enumerate(ended_last) if last)
-        self._wrapper._authoritative_rank = source
-        broadcast_values([m.parameter for m in reducer.parameters], reducer.buffers.buffers, collectives, source)
-        reducer.common.set_participants(range(collectives.world), collectives.world)
-
-
-def _open_hooks() -> list[ShadowHook]:
-    hooks = (link() for link in list(_contexts.values()))
-    return [hook for hook in hooks if hook is not None and not hook.ended]

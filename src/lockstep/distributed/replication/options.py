@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lockstep.devices import resolve_device
 from lockstep.distributed.comm.collectives import Group
 from lockstep.distributed.comm.half_precision import HALF_PRECISION
-from lockstep.distributed.reduction.buffers import POLICIES, Policy
+from lockstep.distributed.reduction.buffer_sync import POLICIES, Policy
 from lockstep.distributed.reduction.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.distributed.replication.mixed_precision import check_mixed_precision
 from lockstep.errors import OptionError

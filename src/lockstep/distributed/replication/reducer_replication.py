@@ -13,15 +13,16 @@ from torch.nn import Module
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group, watchers
-from lockstep.distributed.reduction.buffers import BufferSet, BufferSync
+from lockstep.distributed.reduction.buffer_sync import BufferSync
+from lockstep.distributed.reduction.buffers import BufferSet
 from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import watch_engine
 from lockstep.distributed.reduction.graph import mark_output
 from lockstep.distributed.reduction.parameters import Contents, ParameterSet, Selection
-from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import scheduler_of
+from lockstep.distributed.reduction.status import ForwardMark, note_compiled
 from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.replication.options import Options, outputs_in
 from lockstep.distributed.replication.replication import Replication, replication_of
@@ -92,10 +93,18 @@ class ReducerReplication(Replication):
             _warn_of_one_rank(collectives, self._selection)
         options, scheduler = self.options, scheduler_of(collectives.group)
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
-        parameters = ParameterSet(self._selection, contents, delayed, values=options.init_sync)
+        parameters = ParameterSet(self._selection, contents, delayed)
         policy = BufferSync(self._scan(), options.policy, collectives)
         caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
-        common = CommonState(parameters, collectives, scheduler.modules, policy, caps, options.reduce_dtype)
+        common = CommonState(
+            parameters,
+            collectives,
+            scheduler.modules,
+            policy,
+            caps,
+            options.reduce_dtype,
+            compares_values=options.init_sync,
+        )
         reducer = Reducer(common, keeps=scheduler)
         for earlier in self._selection.superseded(contents):
             earlier.retire()

@@ -1,0 +1,136 @@
+"""``join()``: a rank that has run out of inputs takes part in the steps of the others.
+
+In each forward inside of it, one all-reduce of a few numbers tells which ranks still have batches, and if this
+iteration synchronises. A rank that has run out then takes part in the round without gradients.
+
+Several wrappers may be in one ``Join``. Each has one forward in an iteration, but their forwards and backwards may come
+in any order: all messages before a round have the same form, so a rank that has run out can follow the others.
+"""
+
+import weakref
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook
+
+from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
+from lockstep.distributed.replication.replication import broadcast_values
+from lockstep.run_all import RunAll
+
+_GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
+_contexts: "weakref.WeakKeyDictionary[Reducer, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()
+
+
+def enter_iteration(wrapper: Any, reducer: Reducer) -> None:
+    """Note that an active rank begins an iteration. Sends nothing outside of a ``Join`` context and after it."""
+    hook = _open_hook(reducer)
+    if hook is None:
+        return
+    work = Join.notify_join_context(wrapper)
+    if work is not None:  # only the first of several wrappers notifies the others of an iteration
+        work.wait()
+    synchronises = torch.is_grad_enabled() and reducer.rank_state.requires_sync
+    marks = hook.scheduler.announce_forward(reducer, _SYNCHRONISES if synchronises else _LOCAL)
+    hook.count_only_active(marks)
+
+
+def is_in_join(reducer: Reducer | None) -> bool:
+    """Return True if a module is in a ``Join`` context that is not over; None: it has not started."""
+    return reducer is not None and _open_hook(reducer) is not None
+
+
+class _Iteration(Enum):
+    """The progress of an iteration of the other ranks."""
+
+    EXPECTED = auto()
+    BEGUN = auto()
+    """Its round is still to come."""
+    OVER = auto()
+
+
+class ShadowHook(JoinHook):
+    """The hook of a rank without batches."""
+
+    def __init__(self, wrapper: Any, reducer: Reducer, divides_by_all: bool) -> None:
+        """``divides_by_all``: sums are divided by the number of all ranks, not of those that have batches."""
+        self._wrapper = wrapper
+        self._divides_by_all = divides_by_all
+        self.reducer = reducer
+        """The reducer of the wrapper."""
+        self._iteration = _Iteration.EXPECTED
+        self.ended = False
+        """True once all ranks have run out, and the context is over."""
+        _contexts[reducer] = weakref.ref(self)
+
+    @property
+    def scheduler(self) -> GroupScheduler:
+        """The scheduler of the wrapper's group."""
+        return scheduler_of(self.reducer.collectives.group)
+
+    def count_only_active(self, marks: list[int]) -> None:
+        """Use the buffers of the first rank that has batches, and divide by the number of such ranks if asked to."""
+        active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
+        if active:
+            divide_by = len(marks) if self._divides_by_all else len(active)
+            self.reducer.common.set_participants(active, divide_by)
+
+    def main_hook(self) -> None:
+        """Take part in the steps of the others until this wrapper has had its iteration."""
+        while self._iteration is not _Iteration.OVER:
+            self._follow()
+        self._iteration = _Iteration.EXPECTED
+
+    def _follow(self) -> None:
+        """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
+        scheduler = self.scheduler
+        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.scheduler is scheduler}
+        marks, members = scheduler.listen()
+        if any(marks):
+            for hook in (hooks[member] for member in members if member in hooks):
+                hook._begin(marks)
+            return
+        steps = RunAll()
+        for member in members:
+            with steps:
+                if member in hooks:
+                    hooks[member]._reduce_without_batch()
+                else:
+                    scheduler.reduce([member])
+        steps.end()
+
+    def _begin(self, marks: list[int]) -> None:
+        self.count_only_active(marks)
+        synchronises = _SYNCHRONISES in marks
+        self._iteration = _Iteration.BEGUN if synchronises else _Iteration.OVER
+        if synchronises and self.scheduler.modules.exclusive:
+            self._reduce_without_batch()
+
+    def _reduce_without_batch(self) -> None:
+        if self._iteration is _Iteration.BEGUN:
+            self._iteration = _Iteration.OVER
+        self.scheduler.reduce_without_batch(self.reducer)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the values of a rank that ended last."""
+        self.ended = True
+        reducer = self.reducer
+        collectives = reducer.collectives
+        ended_last = all_gather_object(is_last_joiner, "who ended last", collectives)
+        source = max(rank for rank, last in enumerate(ended_last) if last)
+        self._wrapper._authoritative_rank = source
+        broadcast_values([m.parameter for m in reducer.parameters], reducer.buffers.buffers, collectives, source)
+        reducer.common.set_participants(range(collectives.world), collectives.world)
+
+
+def _open_hook(reducer: Reducer) -> ShadowHook | None:
+    """Return the hook of a wrapper in a context that is not over, which keeps the hook alive as long as it lasts."""
+    link = _contexts.get(reducer)
+    hook = None if link is None else link()
+    return None if hook is None or hook.ended else hook
+
+
+def _open_hooks() -> list[ShadowHook]:
+    return [hook for reducer in list(_contexts) if (hook := _open_hook(reducer)) is not None]
