@@ -18,24 +18,21 @@ P = ParamSpec("P")
 
 def outside_compiler(function: Callable[P, T]) -> Callable[P, T]:
     """Make ``function`` run uncompiled even inside code that ``torch.compile`` compiles: threads cannot be traced."""
-    disabled = _disable_dynamo(function)
+    return _uncompiled(function, recursive=True)
+
+
+def calls_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Make ``function`` run uncompiled inside code that ``torch.compile`` compiles, but compile what it calls."""
+    return _uncompiled(function, recursive=False)
+
+
+def _uncompiled(function: Callable[P, T], recursive: bool) -> Callable[P, T]:
+    disabled = _disable_dynamo(function, recursive=recursive)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         # Outside compiled code, the disabled function would cost 2 us a call, and show in each traceback.
         run: Callable[P, T] = disabled if _is_compiling() else function
-        return run(*args, **kwargs)
-
-    return call
-
-
-def calls_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Make ``function`` run uncompiled inside code that ``torch.compile`` compiles, but compile what it calls."""
-    skipped = _disable_dynamo(function, recursive=False)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        run: Callable[P, T] = skipped if _is_compiling() else function
         return run(*args, **kwargs)
 
     return call

@@ -44,11 +44,8 @@ class Phases:
 
     def phase(self, name: str, detail: str = "", replica: int | None = None) -> "_Phase":
         """Return a context manager around one phase."""
-        made = _Phase()
-        made.owner, made.name, made.replica = self, name, replica
         # A label costs 5 us even if no profiler records it; the flag belongs to the whole process.
-        made.label = _label(name, detail, replica) if profiler._is_profiler_enabled else None
-        return made
+        return _Phase(self, name, replica, _label(name, detail, replica) if profiler._is_profiler_enabled else None)
 
     def statistics(self) -> Statistics:
         """Return a copy of the counts and times so far."""
@@ -80,14 +77,15 @@ class _Tally:
 
 
 class _Phase:
-    """One phase; :meth:`Phases.phase` fills it, since a call less counts in every step."""
+    """One phase: a context manager."""
 
     __slots__ = ("label", "name", "owner", "replica", "start")
-    owner: Phases
-    name: str
-    replica: int | None
-    label: record_function | None
-    start: float
+
+    def __init__(self, owner: Phases, name: str, replica: int | None, label: record_function | None) -> None:
+        self.owner = owner
+        self.name = name
+        self.replica = replica
+        self.label = label
 
     def __enter__(self) -> None:
         if self.label is not None:

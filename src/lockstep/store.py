@@ -157,13 +157,17 @@ def bounded(function: "Callable[[], T]", seconds: float) -> "T":
 
     Raises :class:`StoreLostError` after some seconds; the call goes on, on a thread of its own.
     """
-    call = _Call(lambda _: function())
-    threading.Thread(target=call.run, args=(None,), name="lockstep store", daemon=True).start()
     try:
-        result: T = call.future.result(seconds)
+        return in_background(function).result(seconds)
     except TimeoutError:
         raise _lost(seconds) from None
-    return result
+
+
+def in_background(function: "Callable[[], T]") -> "Future[T]":
+    """Return the future of a call that runs on a thread of its own."""
+    call = _Call(lambda _: function())
+    threading.Thread(target=call.run, args=(None,), name="lockstep background", daemon=True).start()
+    return call.future
 
 
 class _Call:

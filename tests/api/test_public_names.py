@@ -21,7 +21,7 @@ from torch.nn.parallel.scatter_gather import scatter as torch_scatter
 from torch.nn.parallel.scatter_gather import scatter_kwargs as torch_scatter_kwargs
 
 import lockstep
-from lockstep import local, moved
+from lockstep import local
 
 PUBLIC = {
     "lockstep": """
@@ -347,12 +347,29 @@ def test_the_top_level_has_the_names_of_a_first_program_and_says_where_the_other
         _ = lockstep.distributed.batches
     with pytest.raises(AttributeError, match=r"^module 'lockstep' has no attribute 'skip_batches'$"):
         _ = lockstep.skip_batches
-    for room, names in moved._ROOMS.items():
-        package = importlib.import_module(f"lockstep.{room}")
-        assert [name for name in names if not hasattr(package, name)] == []
-        assert [
-            name for name in names if name in lockstep.__all__ and getattr(package, name) is not getattr(lockstep, name)
-        ] == []
+    with pytest.raises(AttributeError, match=r"^module 'lockstep' has no attribute 'reducer'$"):
+        _ = lockstep.reducer
+
+
+@pytest.mark.parametrize(
+    ("room", "name"),
+    [
+        ("checkpoints", "per_rank"),
+        ("distributed", "training_state_dict"),
+        ("errors", "PeerFailure"),
+        ("local", "SyncBatchNorm"),
+        ("loop", "shard"),
+        ("sharding", "ShardedOptimizer"),
+        ("shares", "audit"),
+    ],
+)
+def test_a_name_of_another_package_is_found_there(room, name):
+    for package in (lockstep, lockstep.distributed, lockstep.sharding):
+        if package.__name__ != f"lockstep.{room}":
+            with pytest.raises(
+                AttributeError, match=rf"it is in lockstep\.{room}: from lockstep\.{room} import {name}"
+            ):
+                getattr(package, name)
 
 
 COUNTERPARTS = [

@@ -432,13 +432,15 @@ import gc, os, signal, sys
 gc.disable()
 os.register_at_fork(after_in_child=gc.collect)
 
+from datetime import timedelta
+
 import torch, torch.distributed as dist, lockstep
 from lockstep.shm.gloo import make_gloo_group
 
 cycle = []
 cycle.append(cycle)
 cycle.append(lockstep.replicate(torch.nn.Linear(1, 1), process_group=dist.ProcessGroupGloo(dist.HashStore(), 0, 1)))
-cycle.append(make_gloo_group(dist.HashStore(), 0, 1, 5.0, "127.0.0.1"))
+cycle.append(make_gloo_group(dist.HashStore(), 0, 1, timedelta(seconds=5), "127.0.0.1"))
 del cycle
 child = os.fork()
 if not child:

@@ -436,19 +436,18 @@ def test_sparse_tensors_are_known_by_identity_and_version():
 # ------------------------------------------------------------------------------ dictionaries and copies
 
 NET = nn.Linear(2, 2)
-SAME = {"put back": {"a": 1, "b": NET}, "another order": {"b": NET, "a": 1}}
 OTHERS = {
     "another value": {"a": 1, "b": nn.Linear(2, 2)},
     "a value that is equal": {"a": True, "b": NET},
     "another name": {"a": 1, "c": NET},
     "one more": {"a": 1, "b": NET, "c": 2},
     "one less": {"b": NET},
+    "another order": {"b": NET, "a": 1},
 }
 
 
-@pytest.mark.parametrize("now", SAME.values(), ids=SAME)
-def test_a_dictionary_with_the_same_items_does_not_differ(now):
-    assert differing_dicts([{}, now], [{}, {"a": 1, "b": NET}]) == []
+def test_a_dictionary_with_the_same_items_does_not_differ():
+    assert differing_dicts([{}, {"a": 1, "b": NET}], [{}, {"a": 1, "b": NET}]) == []
 
 
 @pytest.mark.parametrize("now", OTHERS.values(), ids=OTHERS)

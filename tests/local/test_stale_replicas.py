@@ -287,8 +287,7 @@ def test_a_vocabulary_is_gone_through_once():
     network.vocabulary = {str(i): i for i in range(100 * contents.BRIEF)}
     inside = contents.Inside(network.vocabulary, set())
     assert not inside.leads
-    assert not inside.containers
-    assert sum(len(parts) for _, _, parts in inside.others) < 10 * contents.ENDS
+    assert sum(len(parts) for _, _, parts in inside.watched) < 10 * contents.ENDS
 
 
 @pytest.mark.parametrize("size", [10, 100 * contents.BRIEF], ids=["few", "many"])

@@ -52,7 +52,7 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     print(f"\n{title}" if title else "")
     for number, row in enumerate(cells):
-        padded = [each.rjust(width) if i else each.ljust(width) for i, (each, width) in enumerate(_pairs(row, widths))]
+        padded = [each.rjust(widths[i]) if i else each.ljust(widths[i]) for i, each in enumerate(row)]
         print("  ".join(padded).rstrip())
         if number == 0:
             print("  ".join("-" * width for width in widths))
@@ -76,10 +76,6 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} TB"
-
-
-def _pairs(row: Sequence[str], widths: Sequence[int]) -> "zip[tuple[str, int]]":
-    return zip(row, widths, strict=True)
 
 
 def _print_rich(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:

@@ -7,16 +7,16 @@ while a forward of another thread runs reaches the replicas at the next use.
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from lockstep.local.contents import Contents, Inside, differing_dicts, identical
+from lockstep.errors import NotReplicableError
+from lockstep.local.contents import ATOMS, Contents, Inside, changed_names, differing_dicts, identical
 from lockstep.local.module_copy import CACHE, HOOKS, OWN, SLOTS, attributes, scripted_names
-from lockstep.local.parts import ATOMS
 
 _flatten = chain.from_iterable
 _ATOM_TYPES = frozenset(ATOMS)
@@ -34,9 +34,7 @@ class StructureSnapshot:
         self._python = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self._owners = [(m, slot, vars(m)[slot]) for m in self._python for slot in SLOTS]
         self._fixed = Contents(d for _, slot, d in self._owners if slot != "_buffers")
-        buffers = [d for _, slot, d in self._owners if slot == "_buffers"]
-        self._no_buffers = [d for d in buffers if not d]
-        self._buffers = [d for d in buffers if d]
+        self._buffers = [d for _, slot, d in self._owners if slot == "_buffers"]
         self._buffer_state = self._of_buffers()
         self._script_state = [_script_slots(m) for m in self._scripted]
 
@@ -49,7 +47,6 @@ class StructureSnapshot:
         return (
             not all(map(operator.is_, map(type, self._modules), self._types))
             or self._fixed.changed()
-            or any(self._no_buffers)
             or self._of_buffers() != self._buffer_state
             or not all(map(_alike, map(_script_slots, self._scripted), self._script_state))
         )
@@ -76,28 +73,22 @@ class _Seen:
     def __init__(self, module: Module) -> None:
         self.own = dict(vars(module))
         self.inside: dict[str, Inside] = {}
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        self._left_out = (
-            {*vars(module), *OWN} - {*attributes(module)} | {*SLOTS, CACHE} if scripted else {*SLOTS, CACHE}
-        )
-        self.scripted = scripted
-        self._script = scripted_names(module) if isinstance(module, torch.jit.ScriptModule) else []
+        self._left_out = {*vars(module), *OWN, *SLOTS, CACHE} - {*attributes(module)}
+        self.scripted = isinstance(module, torch.jit.ScriptModule)
+        self._script = scripted_names(module)
         self._script_values = _script_values(module, self._script)
         self.look_at_hooks()
 
     def look_at_hooks(self) -> None:
         """Record the hooks as they are now."""
-        tables = {name: self.own[name] for name in HOOKS if name in self.own and name not in self._left_out}
-        self._hooks = {name: Contents([table]) for name, table in tables.items()}
-        self.no_hooks = [table for table in tables.values() if not table]
-        self.filled = [table for table in tables.values() if table]
+        self.hooks = {name: self.own[name] for name in HOOKS if name in self.own and name not in self._left_out}
+        self._contents = {name: Contents([table]) for name, table in self.hooks.items()}
 
     def differing(self, module: Module) -> list[str]:
         """Return the names of attributes that were set, deleted or changed inside, except for slots."""
-        now, then = vars(module), self.own
-        names = [n for n, value in now.items() if n not in then or value is not then[n]]
-        names += [n for n in then if n not in now]
-        names += [n for n, hooks in self._hooks.items() if n not in names and hooks.changed()]
+        now = vars(module)
+        names = changed_names(now, self.own)
+        names += [n for n, hooks in self._contents.items() if n not in names and hooks.changed()]
         names += [n for n, inside in self.inside.items() if n not in names and inside.changed()]
         if self.scripted:  # it stores its methods at their first call
             names = [n for n in names if not isinstance(now.get(n), torch._C.ScriptMethod)]
@@ -153,6 +144,7 @@ class AttributeSnapshot:
         for module, seen in zip(modules, self._seen, strict=True):
             self._open(module, seen, attributes(module))
         self._gather()
+        self._gather_hooks()
 
     def changed(self) -> bool:
         """Return True if any attribute was set or deleted, or any hook added or removed, since the last look."""
@@ -165,32 +157,28 @@ class AttributeSnapshot:
     def _changed_inside(self) -> bool:
         """Return True if anything changed inside attributes: tables of hooks, containers, scripts."""
         return (
-            any(self._no_hooks)
-            or self._hooks.changed()
-            or self._contents.changed()
-            or any(inside.others_changed() for inside in self._insides)
+            self._hooks.changed()
+            or any(inside.changed() for inside in self._insides)
             or any(seen.differing_in_script(module) for module, seen in self._scripted)
         )
 
-    def take_changes(self) -> list[tuple[int, list[str]]]:
-        """Return the numbers of changed modules with the names of changed attributes; these count as seen
-        afterwards."""
-        changes = self._differences()
-        for index, names in changes:
-            self._take(index, names)
-            self._seen[index].look_at_hooks()
-        if changes:
-            self._gather()
-        return changes
+    def take_changes(self, *, hooks: bool = True) -> list[tuple[int, list[str]]]:
+        """Return the numbers of changed modules with the names of changed attributes; these count as seen afterwards.
 
-    def disregard(self) -> list[tuple[int, list[str]]]:
-        """Do the same as :meth:`take_changes`, except that changed hooks still count as changed."""
-        found = [(index, [n for n in names if n not in OWN]) for index, names in self._differences()]
-        changes = [(index, names) for index, names in found if names]
+        Without ``hooks``, changed hooks are not returned, and still count as changed.
+        """
+        changes = self._differences()
+        if not hooks:
+            changes = [(i, kept) for i, names in changes if (kept := [n for n in names if n not in OWN])]
         for index, names in changes:
-            self._take(index, names)
+            self._seen[index].take(self._modules[index], names)
+            self._open(self._modules[index], self._seen[index], names)
         if changes:
             self._gather()
+        if changes and hooks:
+            for index, _ in changes:
+                self._seen[index].look_at_hooks()
+            self._gather_hooks()
         return changes
 
     @property
@@ -217,10 +205,6 @@ class AttributeSnapshot:
                 self._seen[i].disregard(self._modules[i])
         return list(changes.items())
 
-    def _take(self, index: int, names: list[str]) -> None:
-        self._seen[index].take(self._modules[index], names)
-        self._open(self._modules[index], self._seen[index], names)
-
     def _open(self, module: Module, seen: _Seen, names: Iterable[str]) -> None:
         """Look for parts inside those of the attributes that may have any."""
         for name in names:
@@ -236,15 +220,14 @@ class AttributeSnapshot:
         return self._known
 
     def _gather(self) -> None:
-        """Collect all objects that :meth:`changed` compares."""
+        """Collect all objects except hooks that :meth:`changed` compares."""
         self._known = None
         if self._replaced():
             self._dicts = list(map(vars, self._modules))
-        self._no_hooks = [table for seen in self._seen for table in seen.no_hooks]
-        self._hooks = Contents(table for seen in self._seen for table in seen.filled)
-        insides = [inside for seen in self._seen for inside in seen.inside.values()]
-        self._contents = Contents(container for inside in insides for container in inside.containers)
-        self._insides = [inside for inside in insides if inside.others]
+        self._insides = [inside for seen in self._seen for inside in seen.inside.values()]
+
+    def _gather_hooks(self) -> None:
+        self._hooks = Contents(table for seen in self._seen for table in seen.hooks.values())
 
 
 class CopyAttributes:
@@ -267,7 +250,8 @@ class CopyAttributes:
         found: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
         for number in differing_dicts(self._now, self._then):
             copy, index = divmod(number, self._width)
-            if names := self._differing(number):
+            names = changed_names(self._now[number], self._then[number])
+            if names := [name for name in names if name not in _OF_NO_FORWARD]:
                 found[copy].append((index, names))
             self._then[number] = dict(self._now[number])
         return list(found.items())
@@ -278,7 +262,57 @@ class CopyAttributes:
             number = copy * self._width + index
             self._then[number] = dict(self._now[number])
 
-    def _differing(self, number: int) -> list[str]:
-        now, then = self._now[number], self._then[number]
-        names = [n for n, value in now.items() if n not in then or value is not then[n]]
-        return [n for n in (*names, *(n for n in then if n not in now)) if n not in _OF_NO_FORWARD]
+
+class ReplicaSlots:
+    """The parameters and submodules that all replicas have, to refuse parameters that a forward makes.
+
+    A module may make a parameter at its first forward (``if self.weight is None: self.weight = Parameter(...)``). In
+    replicas, each would get a parameter of its own with other values, and only the network's would ever be trained,
+    with the gradient of its own rows. That is refused by name once the forward has ended. By then the network has its
+    parameter, so the next use is right. ``replicas`` has the modules of each, the root first.
+    """
+
+    def __init__(self, replicas: Sequence[Sequence[Module]]) -> None:
+        self._roots = [modules[0] for modules in replicas]
+        python = [[m for m in modules if not isinstance(m, torch.jit.ScriptModule)] for modules in replicas]
+        self._slots = [vars(m)[kind] for modules in python for m in modules for kind in ("_parameters", "_modules")]
+        self.look()
+
+    def look(self) -> None:
+        """Record the present contents of the slots as legitimate."""
+        self._values = list(_flatten(map(dict.values, self._slots)))
+
+    def forget(self) -> None:
+        """Drop all references to tensors until the next :meth:`look`."""
+        self._values = []
+
+    def check(self) -> None:
+        """Raise :class:`~lockstep.errors.NotReplicableError` if forward has given a replica a parameter of its own.
+
+        Two cases are allowed: a parameter that was in another slot already (forward ties weights), and, where no
+        gradient is wanted, a parameter that replaces another.
+        """
+        values = list(_flatten(map(dict.values, self._slots)))
+        if identical(values, self._values):
+            return
+        known = {id(value) for value in self._values}
+        replaced = not torch.is_grad_enabled() and _filled(values) == _filled(self._values)
+        made = [] if replaced else list(self._unknown(known))
+        self.look()
+        if made:
+            names = ", ".join(f"{name} in replica {number}" for number, name in made)
+            raise NotReplicableError(
+                f"forward has made parameters that only one replica has: {names}. The replicas' values differ, and the "
+                "gradients of all but the first would be lost. Make parameters before the module is replicated: in "
+                "__init__, or by one call of the module itself. (What the first replica made is the module's now.)"
+            )
+
+    def _unknown(self, known: set[int]) -> Iterator[tuple[int, str]]:
+        for number, root in enumerate(self._roots):
+            for name, parameter in root.named_parameters():
+                if id(parameter) not in known:
+                    yield number, name
+
+
+def _filled(values: Sequence[object]) -> list[bool]:
+    return [value is not None for value in values]

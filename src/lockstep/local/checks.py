@@ -1,8 +1,9 @@
-"""Checks on the shapes, dtypes and devices of tensors that are moved or summed together."""
+"""Checks on the shapes, dtypes and devices of tensors that are moved or summed together, or belong to a module."""
 
 from collections.abc import Sequence
 
 import torch
+from torch.nn import Module
 
 from lockstep.devices import CPU
 from lockstep.errors import DeviceError, LayoutError
@@ -17,6 +18,17 @@ def common_device(tensors: Sequence[torch.Tensor], call: str) -> torch.device:
                 f"{tensor.device}"
             )
     return tensors[0].device if tensors else CPU
+
+
+def require_on(network: Module, device: torch.device) -> None:
+    """Raise :class:`~lockstep.errors.DeviceError` naming the first parameter or buffer that is not on ``device``."""
+    for kind, named in (("parameter", network.named_parameters()), ("buffer", network.named_buffers())):
+        for name, tensor in named:
+            if tensor.device != device:
+                raise DeviceError(
+                    f"module must have its parameters and buffers on device {device} (device_ids[0]) but found one of "
+                    f"them on device: {tensor.device} ({kind} {name}). Move it there with module.to('{device}')."
+                )
 
 
 def check_same_layout(tensors: Sequence[torch.Tensor], call: str) -> None:

@@ -63,11 +63,8 @@ class CallerContext:
             torch.accelerator.set_stream(stream)
         if device.index is not None:
             torch.accelerator.set_device_index(device.index)
-        blocks = list(self._blocks(device))
-        if not blocks:
-            return _called(call)
         with ExitStack() as stack:
-            for block in blocks:
+            for block in self._blocks(device):
                 stack.enter_context(block)
             return _called(call)
 

@@ -30,9 +30,10 @@ from lockstep.devices import (
 from lockstep.errors import LengthError
 from lockstep.inherited import refusal, refusing
 from lockstep.local import scatter_gather, workers
+from lockstep.local.checks import require_on
 from lockstep.local.comm import copy_to
 from lockstep.local.module_copy import SLOTS
-from lockstep.local.replicas import ReplicaSet, cached, replicate, require_on
+from lockstep.local.replicas import ReplicaSet, cached, replicate
 from lockstep.local.training_step import forward, running, training_step
 from lockstep.phases import Event, Phases, Statistics
 from lockstep.wrapper import is_of_module, naming_options
@@ -99,20 +100,19 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         self.module = module
         self.dim = dim
         self.gather_outputs = gather_outputs
-        self._devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
-        self.device_ids = [_public(device) for device in self._devices]
-        self._followed = list(self.device_ids)
+        devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
+        self.device_ids = [_public(device) for device in devices]
         self.split = None if split is None else list(split)
-        scatter_gather.split_sizes(0, max(1, len(self._devices)), self.split)
+        scatter_gather.split_sizes(0, max(1, len(devices)), self.split)
         self._start()
-        if not self._devices:
+        if not devices:
             return
-        self.src_device_obj = self._devices[0]
+        self.src_device_obj = devices[0]
         self.output_device = _public(
             self.src_device_obj if output_device is None else resolve_destination(output_device, stacklevel=4)
         )
-        warn_if_unbalanced(self._devices)
-        if len(self._devices) == 1:
+        warn_if_unbalanced(devices)
+        if len(devices) == 1:
             module.to(self.src_device_obj)
 
     def _start(self) -> None:
@@ -124,11 +124,11 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     @outside_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output for the whole batch, or, with ``gather_outputs=False``, a list of outputs."""
-        self._follow_device_ids()
-        if not self._devices:
+        devices = self._devices()
+        if not devices:
             return self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
         with self._phases.phase("DataParallel.forward"):
-            if len(self._devices) == 1:
+            if len(devices) == 1:
                 return self._forward_on_one(inputs, kwargs)
             shares, keywords = self._scattered(inputs, kwargs)
             own = self._own_replicas()
@@ -159,9 +159,8 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     def replicate(self, module: T, device_ids: Sequence[DeviceLike]) -> list[Any]:
         """Return replicas of ``module`` for ``device_ids``; the replicas of the wrapped module are kept for the next
         use."""
-        self._follow_device_ids()
-        devices = self._resolved(device_ids)
-        if module is self.module and devices == self._devices[: len(devices)]:
+        devices = resolve_devices(device_ids)
+        if module is self.module and devices == self._devices()[: len(devices)]:
             return self._own_replicas().refresh()[: len(devices)]
         return replicate(module, devices, not torch.is_grad_enabled())
 
@@ -169,7 +168,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the positional and keyword arguments of each replica that is used."""
-        return scatter_gather.scatter_kwargs(inputs, kwargs, self._resolved(device_ids), self.dim, split=self.split)
+        return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, self.dim, split=self.split)
 
     def parallel_apply(
         self,
@@ -179,33 +178,25 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     ) -> list[Any]:
         """Run each replica on its share of the inputs, and return the outputs."""
         timed = [partial(forward, self._phases, index, replica) for index, replica in enumerate(replicas)]
-        return workers.parallel_apply(timed, inputs, kwargs, self._resolved(self.device_ids[: len(replicas)]))
+        return workers.parallel_apply(timed, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceLike) -> Any:
         """Combine the outputs of the replicas into one output."""
         return scatter_gather.gather(outputs, output_device, self.dim)
 
-    def _follow_device_ids(self) -> None:
-        """Follow a change of ``device_ids``; with an empty list or None the module runs as it is."""
+    def _devices(self) -> list[torch.device]:
+        """Return the devices that ``device_ids`` names now; none if that is empty or None: the module runs as it is."""
         ids = self.device_ids
-        if isinstance(ids, list | tuple) and list(ids) == self._followed:
-            return
         devices = [] if ids is None or (isinstance(ids, list | tuple) and not ids) else resolve_devices(ids)
-        if devices:
+        if devices and devices[0] != vars(self).get("src_device_obj"):
             self.src_device_obj = devices[0]
             if "output_device" not in vars(self):  # the wrapper began without devices
                 self.output_device = _public(devices[0])
-        self._devices = devices
-        self._followed = list(ids or ())
-
-    def _resolved(self, device_ids: Sequence[DeviceLike]) -> list[torch.device]:
-        """Return the devices meant by ``device_ids``; the wrapper's own list has been resolved already."""
-        if isinstance(device_ids, list) and device_ids and device_ids == self._followed[: len(device_ids)]:
-            return self._devices[: len(device_ids)]
-        return resolve_devices(device_ids)
+        return devices
 
     def _own_replicas(self) -> ReplicaSet:
-        devices, own = self._devices or [_device_of(self.module)], self._replicas
+        own = self._replicas
+        devices = self._devices() or [_device_of(self.module)]
         if own is None or own.network is not self.module or own.devices != devices:
             self._replicas = ReplicaSet(self.module, devices, network_first=True, phases=self._phases)
             return self._replicas
@@ -241,7 +232,6 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             return self._step(loss_fn, batch)
 
     def _step(self, loss_fn: Callable[..., torch.Tensor], batch: tuple[Any, ...]) -> torch.Tensor:
-        self._follow_device_ids()
         own = self._own_replicas()
         with self._phases.phase("scatter"):
             shares, sizes = scatter_gather.scatter_arguments(batch, None, own.devices, self.dim, self.split)
@@ -251,7 +241,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             make = partial(ReplicaSet, loss_fn, own.devices, network_first=True, phases=self._phases)
             networks.append(cached(loss_fn, ("step", *own.devices), make))
         losses = training_step(networks, loss_fn, shares, weights, self._phases)
-        target = resolve_destination(self.output_device) if self._devices else losses[0].device
+        target = resolve_destination(self.output_device) if self.device_ids else losses[0].device
         return torch.stack([copy_to(loss.detach(), target) for loss in losses]).sum()
 
     # Observation #

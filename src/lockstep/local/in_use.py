@@ -3,14 +3,15 @@
 A step puts leaves of its own into the replicas' slots. A simultaneous forward that wants gradients would put other
 tensors there, or use the step's and lose its gradients. So a step's forward excludes those forwards, and steps run one
 after the other. Forwards without gradients never wait: any tensors in the slots will do for them, and a step finds in
-its graph what others have put there (:mod:`~lockstep.local.replica_backward`). Nothing waits for a backward, which may
+its graph what others have put there (:mod:`~lockstep.local.training_step`). Nothing waits for a backward, which may
 itself wait for anything, even for another thread's evaluation.
 """
 
 import contextvars
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -24,56 +25,24 @@ class Uses:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._forwards = 0
-        self._stepping = self._alone = False
+        self._running: Counter[str] = Counter()
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Wait for the forward of another thread's step if gradients are wanted; raise inside a step's forward."""
         if not torch.is_grad_enabled() or self._is_inside("forward"):
-            yield
-            return
+            return nullcontext()
         self._refuse_inside("step's forward")
-        with self._changed:
-            self._changed.wait_for(lambda: not self._alone)
-            self._forwards += 1
-        try:
-            with self._entered("forward"):
-                yield
-        finally:
-            with self._changed:
-                self._forwards -= 1
-                self._changed.notify_all()
+        return self._entered("forward", after=["step's forward"])
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Wait for other steps; raise inside another use of the same replicas."""
         self._refuse_inside("forward")
         self._refuse_inside("step")
-        with self._changed:
-            self._changed.wait_for(lambda: not self._stepping)
-            self._stepping = True
-        try:
-            with self._entered("step"):
-                yield
-        finally:
-            with self._changed:
-                self._stepping = False
-                self._changed.notify_all()
+        return self._entered("step", after=["step"])
 
-    @contextmanager
-    def forward_of_step(self) -> Iterator[None]:
+    def forward_of_step(self) -> AbstractContextManager[None]:
         """Wait for forwards that want gradients, and exclude them inside the block."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._forwards and not self._alone)
-            self._alone = True
-        try:
-            with self._entered("step's forward"):
-                yield
-        finally:
-            with self._changed:
-                self._alone = False
-                self._changed.notify_all()
+        return self._entered("step's forward", after=["forward", "step's forward"])
 
     def _is_inside(self, use: str) -> bool:
         return any(uses is self and entered == use for uses, entered in _inside.get())
@@ -86,9 +55,16 @@ class Uses:
             )
 
     @contextmanager
-    def _entered(self, use: str) -> Iterator[None]:
+    def _entered(self, use: str, after: Sequence[str]) -> Iterator[None]:
+        """Begin a use when no use in ``after`` runs, and end it with the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._running[other] for other in after))
+            self._running[use] += 1
         token = _inside.set((*_inside.get(), (self, use)))
         try:
             yield
         finally:
             _inside.reset(token)
+            with self._changed:
+                self._running[use] -= 1
+                self._changed.notify_all()

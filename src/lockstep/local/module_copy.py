@@ -6,7 +6,7 @@ values are *translated*: rebuilt with the copy's own modules and tensors in them
 """
 
 import copy
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.compiler import is_compiled, recompile, recompiled
 from lockstep.errors import NotReplicableError
-from lockstep.local.parts import ATOMS, opened, refilled
+from lockstep.local.contents import ATOMS, opened, refilled
 
 SLOTS = ("_parameters", "_buffers", "_modules")
+TensorSlot = tuple[str, int, str]
+"""A place for a tensor: ``"_parameters"`` or ``"_buffers"``, the number of the module, and the name."""
 HOOKS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in SLOTS)
 CACHE = "_lockstep_replica_sets"  # where a network keeps its replicas for the functional calls
 OWN = {*HOOKS, "_non_persistent_buffers_set"}  # kept by PyTorch in every module, and never shared with a replica
@@ -112,17 +114,13 @@ class ModuleCopy:
         self._holding: set[tuple[int, str]] = set()
         self._replaced: list[tuple[Any, Any]] = []
 
-    def holder(self, kind: str, index: int) -> Any:
-        """Return the slots of one kind, by name, of the copy's module with that number."""
-        return self._slots[kind][index]
-
-    def bind(self, kind: str, slots: Sequence[tuple[int, str]], tensors: Iterable[torch.Tensor | None]) -> None:
-        """Put tensors into slots: ``kind`` is ``_parameters`` or ``_buffers``, a slot is (module number, name)."""
-        owners = self._slots[kind]
-        for (index, name), tensor in zip(slots, tensors, strict=True):
-            if self._holding and (old := owners[index][name]) is not tensor:
+    def bind(self, slots: Iterable[TensorSlot], tensors: Iterable[torch.Tensor | None]) -> None:
+        """Put tensors into slots."""
+        for (kind, index, name), tensor in zip(slots, tensors, strict=True):
+            owner = self._slots[kind][index]
+            if self._holding and (old := owner[name]) is not tensor:
                 self._replaced.append((old, tensor))
-            owners[index][name] = tensor
+            owner[name] = tensor
 
     def rebind_attributes(self) -> list[int]:
         """Update attributes that hold tensors to the tensors that were bound instead since the last call.
@@ -267,8 +265,9 @@ def attributes(module: Module) -> list[str]:
     return [name for name in vars(module) if name not in SLOTS and name != CACHE]
 
 
-def scripted_names(module: torch.jit.ScriptModule) -> list[str]:
-    """Return the names of a scripted module's attributes that can be set and are not parameters or buffers."""
+def scripted_names(module: Any) -> list[str]:
+    """Return the names of a scripted module's attributes that can be set and are not parameters or buffers; none for
+    other modules."""
     if not hasattr(module, "_concrete_type"):
         return []
     kinds: dict[str, tuple[Any, bool]] = module._concrete_type.get_attributes()

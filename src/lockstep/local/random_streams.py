@@ -18,7 +18,8 @@ backward pass a fork belongs to its thread, whether it sets a state or a seed (a
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,28 +43,29 @@ _installed: list[Any] = []  # the libraries of kernels, which must live as long 
 
 
 class RandomStream:
-    """A generator that is made at its first use, from the state of another one."""
+    """A generator that is made at its first use."""
 
-    def __init__(self, origin: torch.Tensor, number: int, depth: int) -> None:
-        self._origin = origin
-        self._number = number
-        self._depth = depth
-        self._start: torch.Tensor | None = None
+    def __init__(self, make: Callable[[], torch.Generator]) -> None:
+        self._make = make
 
-    @property
+    @cached_property
     def generator(self) -> torch.Generator:
-        """The generator; it is the same for the same state, number and depth of nesting."""
-        if self._start is None:
-            seeds = torch.Generator()
-            seeds.set_state(self._origin)
-            seed = int(torch.randint(1 << 62, (self._number,), generator=seeds, device="cpu")[-1])
-            self._generator = torch.Generator().manual_seed(seed + self._depth)
-            self._start = self._generator.get_state()
-        return self._generator
+        """The generator."""
+        made = self._make()
+        self._start = made.get_state()
+        return made
 
     def has_drawn(self) -> bool:
         """Return True if numbers were drawn from the stream."""
-        return self._start is not None and not torch.equal(self._start, self._generator.get_state())
+        return "generator" in vars(self) and not torch.equal(self._start, self.generator.get_state())
+
+
+def _seeded(origin: torch.Tensor, number: int, depth: int) -> torch.Generator:
+    """Return the generator of a replica: the same one for the same state, number and depth of nesting."""
+    seeds = torch.Generator()
+    seeds.set_state(origin)
+    seed = int(torch.randint(1 << 62, (number,), generator=seeds, device="cpu")[-1])
+    return torch.Generator().manual_seed(seed + depth)
 
 
 class _Fork:
@@ -126,24 +128,16 @@ class ReplicaStreams:
 
     def __init__(self, count: int) -> None:
         _install()
-        self._depth, own = _thread.depth + 1, _thread.stream
+        self._depth = _thread.depth + 1
+        own = _thread.stream
         origin = _generator().get_state()
         first = own if isinstance(own, RandomStream) else None
-        others = (RandomStream(origin, number, self._depth) for number in range(1, count))
+        others = (RandomStream(partial(_seeded, origin, number, self._depth)) for number in range(1, count))
         self._streams: list[RandomStream | None] = [first, *others]
 
-    @contextmanager
-    def drawing_from(self, index: int) -> Iterator[None]:
+    def drawing_from(self, index: int) -> AbstractContextManager[None]:
         """Make this thread draw from a replica's stream inside the block."""
-        before = _thread.stream, _thread.depth
-        _thread.stream, _thread.depth = self._streams[index], self._depth
-        included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, _thread.stream is not None)
-        try:
-            yield
-        finally:
-            _thread.stream, _thread.depth = before
-            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
+        return _drawing_from(self._streams[index], self._depth)
 
     def end(self) -> None:
         """Advance the caller's stream by one number if replicas have drawn from theirs: the next call must differ."""
@@ -151,26 +145,22 @@ class ReplicaStreams:
             torch.randint(2, (1,), generator=_generator(), device="cpu")
 
 
-class _GivenStream(RandomStream):
-    """A stream around a generator that the caller has made."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._start = generator.get_state()
-        self._generator = generator
+def drawing_from(generator: torch.Generator) -> AbstractContextManager[None]:
+    """Make this thread draw from ``generator`` inside the block instead of the process's CPU generator."""
+    _install()
+    return _drawing_from(RandomStream(lambda: generator), _thread.depth)
 
 
 @contextmanager
-def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Make this thread draw from ``generator`` inside the block instead of the process's CPU generator."""
-    _install()
-    before = _thread.stream
-    _thread.stream = _GivenStream(generator)
+def _drawing_from(stream: RandomStream | None, depth: int) -> Iterator[None]:
+    before = _thread.stream, _thread.depth
     included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+    _thread.stream, _thread.depth = stream, depth
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, stream is not None)
     try:
         yield
     finally:
-        _thread.stream = before
+        _thread.stream, _thread.depth = before
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
 
 

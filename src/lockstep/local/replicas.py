@@ -7,8 +7,8 @@ Each use begins with :meth:`ReplicaSet.refresh`, which takes the following steps
    their data has moved, build everything anew. Otherwise carry over the attributes and hooks that were set since the
    last use, and reset attributes that only the forward of a replica other than the first has set.
 2. *Parameters.* Replicas on the network's device use the parameters' own storage. On other devices the values are
-   brought up to date in flat transfers (:mod:`~lockstep.local.parameters`): all of them if a gradient is wanted,
-   otherwise those that differ from what was sent last.
+   brought up to date in flat transfers (:mod:`~lockstep.local.replica_parameters`): all of them if a gradient is
+   wanted, otherwise those that differ from what was sent last.
 3. *Buffers.* A replica gets new tensors with the network's values (:mod:`~lockstep.local.replica_buffers`).
 
 The replicas' parameters are made differentiable once, by one :class:`~lockstep.local.functions.GradientEdges` for each
@@ -28,12 +28,10 @@ from torch.nn import Module
 
 from lockstep.buckets import DEFAULT_CAP_BYTES
 from lockstep.devices import DeviceLike, resolve_devices
-from lockstep.errors import DeviceError
-from lockstep.local.changes import AttributeSnapshot, CopyAttributes, StructureSnapshot
-from lockstep.local.checks import common_device
+from lockstep.local.changes import AttributeSnapshot, CopyAttributes, ReplicaSlots, StructureSnapshot
+from lockstep.local.checks import common_device, require_on
 from lockstep.local.gradient_sums import Gradients, accumulate
 from lockstep.local.in_use import Uses
-from lockstep.local.made_in_forward import ReplicaSlots
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.replica_buffers import ReplicaBuffers
 from lockstep.local.replica_parameters import ReplicaParameters
@@ -68,17 +66,6 @@ def replicate(network: Module, devices: Sequence[DeviceLike], detach: bool = Fal
     make = partial(ReplicaSet, network, targets, detach=detach)
     replicas: ReplicaSet = cached(network, ("replicate", detach, *targets), make)
     return replicas.refresh()
-
-
-def require_on(network: Module, device: torch.device) -> None:
-    """Raise :class:`~lockstep.errors.DeviceError` naming the first parameter or buffer that is not on ``device``."""
-    for kind, named in (("parameter", network.named_parameters()), ("buffer", network.named_buffers())):
-        for name, tensor in named:
-            if tensor.device != device:
-                raise DeviceError(
-                    f"module must have its parameters and buffers on device {device} (device_ids[0]) but found one of "
-                    f"them on device: {tensor.device} ({kind} {name}). Move it there with module.to('{device}')."
-                )
 
 
 KEPT = 2  # sets of replicas that a network keeps for the functional calls: for a whole batch, and for the last one
@@ -144,10 +131,8 @@ class ReplicaSet:
                 self._built = None  # before new ones are made: old links keep a graph to parameters of another shape
                 self._built = self._build()
             else:
-                # callers run the replicas of ``replicate`` on their own: without gradients, a brief look is enough for
-                # these
-                self._built.parameters.refresh(everything=enabled, thorough=enabled or self._network_first)
-            self._built.bind(leaves=leaves, grad=enabled and not self._detach, always=enabled)
+                self._built.parameters.refresh(everything=enabled)
+            self._built.bind(leaves=leaves, grad=enabled and not self._detach)
             return ([self.network] if self._network_first else []) + [copy.root for copy in self._built.copies]
 
     def _build(self) -> "_Built":
@@ -209,9 +194,8 @@ class _Built:
             source=source,
             first_shares=not network_first,
             cap_bytes=cap_bytes,
-            check=partial(require_on, network),
         )
-        self._buffers.refresh(grad=False, always=True)
+        self._buffers.refresh(grad=False)
         self._attributes = AttributeSnapshot(modules)
         self._structure = StructureSnapshot(modules)
         leading = self._attributes.leading
@@ -237,17 +221,16 @@ class _Built:
             self._carry_over(changes)
         return True
 
-    def bind(self, *, leaves: bool, grad: bool, always: bool) -> None:
+    def bind(self, *, leaves: bool, grad: bool) -> None:
         """Put parameters and buffers into the copies' slots; update attributes that hold them.
 
-        Buffers are differentiable copies with ``grad``. They are new tensors if ``always``; otherwise only if the slots
-        do not have the network's values already.
+        Buffers are differentiable copies with ``grad``.
         """
         if not self.parameters.bound:
             self.slots.forget()  # old links keep a graph to the former parameters
         bound_anew = self.parameters.bind(leaves=leaves)
         self._rebind_attributes()
-        exchanged = self._buffers.refresh(grad=grad, always=always)
+        exchanged = self._buffers.refresh(grad=grad)
         self._rebind_attributes()
         if exchanged and (changes := self._attributes.holding(exchanged)):
             self._carry_over(changes)
@@ -257,7 +240,7 @@ class _Built:
     def keep_what_forward_set(self) -> None:
         """Let attributes that forward has just set on the network belong to each replica itself."""
         if self._attributes.changed():
-            self._kept.update(_pairs(self._attributes.disregard()))
+            self._kept.update(_pairs(self._attributes.take_changes(hooks=False)))
 
     def _carry_over(self, changes: list[tuple[int, list[str]]]) -> None:
         """Set changed attributes of the network in every copy."""

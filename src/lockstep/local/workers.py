@@ -14,18 +14,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
-from lockstep.devices import DeviceLike, accelerator, resolve_device
+from lockstep.devices import CPU, DeviceLike, accelerator, resolve_device
 from lockstep.errors import LengthError
 from lockstep.local.context import CallerContext
 from lockstep.local.exceptions import raise_failures
-from lockstep.local.exchange import Exchange, Replica, current_replica, enter_replica
+from lockstep.local.exchange import Exchange, Replica, Turns, current_replica, enter_replica, turns_on
 from lockstep.local.random_streams import ReplicaStreams
 from lockstep.local.scatter_gather import move
-from lockstep.local.turns import Turn, turns_on
 from lockstep.tree import tensors_in
 
 
@@ -73,11 +73,11 @@ def parallel_apply(
         partial(_apply, module, args, kwargs, device)
         for module, args, kwargs, device in zip(modules, arguments, keywords, given, strict=True)
     ]
-    places = [d or _device_of(args, kwargs) for d, args, kwargs in zip(given, arguments, keywords, strict=True)]
-    found = [any(True for _ in tensors_in([*a, *k.values()])) for a, k in zip(arguments, keywords, strict=True)]
+    homes = [d or _device_of(args, kwargs) for d, args, kwargs in zip(given, arguments, keywords, strict=True)]
+    places = [home or _current_device() for home in homes]
     known = [
-        place if given[i] is not None or found[i] or isinstance(modules[i], torch.nn.Module) else None
-        for i, place in enumerate(places)
+        place if home is not None or isinstance(module, torch.nn.Module) else None
+        for module, home, place in zip(modules, homes, places, strict=True)
     ]
     return run(calls, places, known)
 
@@ -89,17 +89,16 @@ def _apply(
     return output if device is None else move(output, device)
 
 
-def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """Return the device of the first tensor among the arguments themselves, else of the first one inside them."""
     values = [*args, *kwargs.values()]
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return value.device
-    if values and (nested := next(tensors_in(values), None)) is not None:
-        return nested.device
+    tensors = chain((value for value in values if isinstance(value, torch.Tensor)), tensors_in(values))
+    return next((tensor.device for tensor in tensors), None)
+
+
+def _current_device() -> torch.device:
     found = accelerator()
-    if found is None:
-        return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return CPU if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 @dataclass(slots=True)
@@ -136,7 +135,7 @@ def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
 
 
 def _run_on_workers(
-    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], turns: Sequence[Turn]
+    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], turns: Sequence[Turns]
 ) -> list[Any]:
     context = CallerContext.capture(devices)
     total = torch.get_num_threads()
@@ -193,10 +192,10 @@ _threads = _IntraOpThreads()
 class _Group:
     """The jobs of one call: their results, and a way to wait until the last job has ended."""
 
-    def __init__(self, context: CallerContext, turns: Sequence[Turn]) -> None:
+    def __init__(self, context: CallerContext, turns: Sequence[Turns]) -> None:
         self.context = context
         self.turns = turns
-        self.exchange = Exchange(len(turns), turns)
+        self.exchange = Exchange(turns)
         self.results: list[Any] = [None] * len(turns)
         self._running = len(turns)
         self._lock = threading.Lock()
@@ -250,7 +249,7 @@ class _Job:
     def _called(self) -> Any:
         group = self.group
         enter_replica(Replica(self.index, len(group.results), group.exchange, current_replica()))
-        with group.turns[self.index].taken(), self.streams.drawing_from(self.index):
+        with group.turns[self.index].taken(self.index), self.streams.drawing_from(self.index):
             return group.context.run(self.call, self.device)
 
 

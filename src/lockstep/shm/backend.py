@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.gloo import CollectivesOfGloo
 from lockstep.shm.group import ProcessGroupShm
+from lockstep.shm.many_hosts import Algorithm
 from lockstep.shm.native import NativeCollectives
 from lockstep.shm.works import ShmWork
 

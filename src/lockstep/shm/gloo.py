@@ -4,7 +4,6 @@ As elsewhere, ranks compare what they are about to run, and notice ranks that ha
 another are the exception: they are not ordered with the collectives.
 """
 
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -20,16 +19,17 @@ from lockstep.compiler import outside_compiler
 from lockstep.errors import CommunicationError
 from lockstep.forked_groups import keep_in_forks
 from lockstep.network import is_loopback
-from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
 from lockstep.shm.constants import GRACE_SECONDS, LIVENESS_SECONDS
+from lockstep.shm.inter_host import wait_alive
+from lockstep.shm.many_hosts import Algorithm
 from lockstep.shm.messages import Descriptor, Kind
 from lockstep.shm.works import ShmWork
 
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
 
 
-def make_gloo_group(store: Any, rank: int, size: int, timeout: float, address: str | None) -> Any:
+def make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
     """Make a Gloo group that listens under an address of this host; None leaves that to Gloo.
 
     A group on the loopback interface, for one host, connects when it is first used, so that no rank waits for one that
@@ -39,21 +39,18 @@ def make_gloo_group(store: Any, rank: int, size: int, timeout: float, address: s
     if address is not None:
         options = _Gloo._Options()
         options._devices = [_Gloo.create_device(hostname=address, lazy_init=is_loopback(address))]
-        options._timeout = timedelta(seconds=timeout)
+        options._timeout = timeout
         group = _Gloo(store, rank, size, options)
     else:
-        group = _Gloo(store, rank, size, timedelta(seconds=timeout))
+        group = _Gloo(store, rank, size, timeout)
     keep_in_forks(group)
     return group
 
 
 def wait_for(work: Any, group: Any, algorithm: Algorithm) -> None:
-    """Wait for a work of a Gloo group, and check that all ranks are alive: Gloo may not notice a death."""
-    done = threading.Event()
-    work.get_future().add_done_callback(lambda _: done.set())
+    """Wait for a work of a Gloo group; raise if a rank dies or has ended the group."""
     try:
-        while not done.wait(LIVENESS_SECONDS):
-            algorithm.check_alive()
+        wait_alive(work, algorithm.check_alive)
     except CommunicationError:
         group.abort()  # else destroying the group would wait for this work
         raise

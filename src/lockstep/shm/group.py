@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.abilities import Abilities, Addition, Chunks
 from lockstep.errors import AgreementError, CommunicationError, OptionError
-from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.gloo import CollectivesOfGloo
+from lockstep.shm.many_hosts import Algorithm
 from lockstep.shm.native import NativeCollectives
 from lockstep.shm.runtime import Runtime, ShmOptions
 from lockstep.shm.works import ShmWork, WorkQueue

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -67,6 +67,14 @@ class FailureNotice:
                 return self._bounded_store.get(FAILURE_KEY), []
             lost = [other for other, key in others.items() if not self._bounded_store.check([key])] or lost
         return "", lost
+
+
+def wait_alive(work: Any, check_alive: Callable[[], object]) -> None:
+    """Wait until a work of Gloo is over; meanwhile check that ranks are alive, as Gloo may not notice a death."""
+    done = threading.Event()
+    work.get_future().add_done_callback(lambda _: done.set())
+    while not done.wait(LIVENESS_SECONDS):
+        check_alive()
 
 
 class InterHost:
@@ -152,12 +160,9 @@ class InterHost:
         self._wait(self._group.allgather([outputs], [x], _limited(AllgatherOptions(), timeout)))
 
     def _wait(self, work: Any) -> None:
-        """Wait for the other leaders; check that ranks are alive, as Gloo may not notice a death or the group's end."""
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
+        """Wait for the other leaders."""
         self._unfinished = True
-        while not done.wait(LIVENESS_SECONDS):
-            self.check_alive()
+        wait_alive(work, self.check_alive)
         self._unfinished = False
         try:
             work.wait()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lockstep.abilities import Addition, Chunks
 from lockstep.errors import OptionError
-from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arithmetic import Reduction, divide
 from lockstep.shm.constants import GRACE_SECONDS
 from lockstep.shm.inter_host import InterHost
@@ -22,8 +21,9 @@ from lockstep.shm.one_host import OneHost
 from lockstep.shm.staging import Staging
 
 
-class ManyHosts(Algorithm):
-    """Runs collectives over the ranks of several hosts; each exchange may take ``timeout`` seconds."""
+class ManyHosts:
+    """Runs the collectives of :class:`OneHost` over the ranks of several hosts; each exchange may take ``timeout``
+    seconds."""
 
     def __init__(self, staging: Staging, inter_host: InterHost, timeout: float) -> None:
         self._staging = staging
@@ -34,7 +34,7 @@ class ManyHosts(Algorithm):
         self._local = OneHost(staging, 2 * timeout + 2 * GRACE_SECONDS)
 
     def agree(self, descriptor: Descriptor) -> None:
-        """See :class:`Algorithm`."""
+        """See :class:`OneHost`."""
         messages = self._staging.exchange(descriptor.pack(), self._timeout)
         verdict: bytes = MessageKind.STEP
         if self._inter_host.leads:
@@ -45,35 +45,35 @@ class ManyHosts(Algorithm):
             raise disagreement(json.loads(of_leader))
 
     def check_alive(self) -> None:
-        """See :class:`Algorithm`."""
+        """See :class:`OneHost`."""
         self._inter_host.check_alive()
 
     # ------------------------------------------------------------------------------- collectives
 
     def barrier(self) -> None:
-        """See :class:`Algorithm`."""
+        """See :class:`OneHost`."""
         self.agree(Descriptor(Kind.BARRIER))
 
     def all_reduce(
         self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0, rounded_to: torch.dtype | None = None
     ) -> None:
-        """See :class:`Algorithm`; each host sends its sum once, and rounds nothing."""
+        """See :class:`OneHost`; each host sends its sum once, and rounds nothing."""
         if rounded_to is not None:
             raise OptionError("all_reduce: the ranks are on several hosts, which would round again; use all-to-all")
         self.agree(Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors))
         self._all_reduce(x, op, factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
-        """See :class:`Algorithm`; every host gets the result."""
+        """See :class:`OneHost`; every host gets the result."""
         self.agree(Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self._inter_host.global_ranks[root]))
         work = x if self._inter_host.rank == root else x.clone()
         self._all_reduce(work, op)
 
-    def broadcast(self, x: Tensor, root: int, tensors: int = 1) -> None:
-        """See :class:`Algorithm`; it goes to each other host once."""
+    def broadcast(self, x: Tensor, root: int) -> None:
+        """See :class:`OneHost`; it goes to each other host once."""
         between = self._inter_host
         global_root = between.global_ranks[root]
-        self.agree(Descriptor(Kind.BROADCAST, x.dtype, x.numel(), root=global_root, tensors=tensors))
+        self.agree(Descriptor(Kind.BROADCAST, x.dtype, x.numel(), root=global_root))
         source = next(i for i, host in enumerate(between.hosts) if root in host)
         if between.host == source:
             self._local.broadcast(x, between.hosts[source].index(root))
@@ -83,7 +83,7 @@ class ManyHosts(Algorithm):
             self._local.broadcast(x, 0)
 
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
-        """See :class:`Algorithm`; each host sends what its ranks have once."""
+        """See :class:`OneHost`; each host sends what its ranks have once."""
         between = self._inter_host
         self.agree(Descriptor(Kind.ALL_GATHER, x.dtype, x.numel(), tensors=tensors))
         largest = max(map(len, between.hosts))
@@ -98,15 +98,15 @@ class ManyHosts(Algorithm):
                 outputs[rank].copy_(given)
 
     def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition], gathered: int = 0) -> None:
-        """See :class:`Algorithm`: not over several hosts."""
+        """See :class:`OneHost`: not over several hosts."""
         raise OptionError("add_in_order: the ranks are on several hosts, and have no memory in common; use all-to-all")
 
     def gather_in_chunks(self, chunks: Chunks) -> None:
-        """See :class:`Algorithm`: not over several hosts."""
+        """See :class:`OneHost`: not over several hosts."""
         raise OptionError("gather_in_chunks: the ranks are on several hosts, and have no memory in common")
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
-        """See :class:`Algorithm`; each host sends the sum of all inputs once."""
+        """See :class:`OneHost`; each host sends the sum of all inputs once."""
         self.agree(Descriptor(Kind.REDUCE_SCATTER, output.dtype, output.numel(), op, tensors=tensors))
         whole = torch.cat(list(inputs))
         self._all_reduce(whole, op)
@@ -127,3 +127,7 @@ class ManyHosts(Algorithm):
         self._local.broadcast(x, 0)
         if mean:
             divide(x, len(self._inter_host.global_ranks))
+
+
+Algorithm = OneHost | ManyHosts
+"""What runs the collectives of a group."""

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.compiler import outside_compiler
 from lockstep.errors import AgreementError, LayoutError, OptionError
-from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
+from lockstep.shm.many_hosts import Algorithm
 from lockstep.shm.messages import Op
 from lockstep.shm.works import ShmWork
 
@@ -73,53 +73,43 @@ class NativeCollectives:
         self, tensors: list[Tensor], opts: Any, factor: float = 1.0, rounded_to: torch.dtype | None = None
     ) -> ShmWork:
         check_tensors(tensors, "all_reduce")
-        check_writable(tensors, "all_reduce")
         if factor != 1 and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
             raise OptionError(f"all_reduce: a factor needs a floating-point or complex tensor, got {tensors[0].dtype}")
-        op = _op(opts)
+        op, count = _op(opts), len(tensors)
+        return self._in_place("all_reduce", lambda a, x: a.all_reduce(x, op, count, factor, rounded_to), tensors, opts)
+
+    def _in_place(
+        self, what: str, move: Callable[[Algorithm, Tensor], object], tensors: list[Tensor], opts: Any, to: bool = True
+    ) -> ShmWork:
+        """Begin a collective that calls ``move`` with all elements of the tensors in one dimension, and writes the
+        result back if it comes ``to`` this rank."""
+        check_tensors(tensors, what)
+        if to:
+            check_writable(tensors, what)
 
         def run(algorithm: Algorithm) -> None:
             x = flatten(tensors)
-            algorithm.all_reduce(x, op, len(tensors), factor, rounded_to)
-            unflatten(x, tensors)
+            move(algorithm, x)
+            if to:
+                unflatten(x, tensors)
 
-        return self._begin("all_reduce", run, tensors, opts)
+        return self._begin(what, run, tensors, opts)
 
     @outside_compiler
     @with_overloads(dist.ReduceOptions, ["tensors tensor"], ["root", "op", "timeout"])
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce a tensor over all ranks; the root gets the result."""
-        check_tensors(tensors, "reduce")
         _check_single(tensors, "reduce")
         op, root = _op(opts), _root(opts, self.size(), "reduce")
-        if self.rank() == root:
-            check_writable(tensors, "reduce")
-
-        def run(algorithm: Algorithm) -> None:
-            x = flatten(tensors)
-            algorithm.reduce(x, op, root)
-            if self.rank() == root:
-                unflatten(x, tensors)
-
-        return self._begin("reduce", run, tensors, opts)
+        return self._in_place("reduce", lambda a, x: a.reduce(x, op, root), tensors, opts, to=self.rank() == root)
 
     @outside_compiler
     @with_overloads(dist.BroadcastOptions, ["tensors tensor"], ["root", "timeout"])
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Copy the root's tensor to every rank, in place."""
-        check_tensors(tensors, "broadcast")
         _check_single(tensors, "broadcast")
         root = _root(opts, self.size(), "broadcast")
-        if self.rank() != root:
-            check_writable(tensors, "broadcast")
-
-        def run(algorithm: Algorithm) -> None:
-            x = flatten(tensors)
-            algorithm.broadcast(x, root, len(tensors))
-            if self.rank() != root:
-                unflatten(x, tensors)
-
-        return self._begin("broadcast", run, tensors, opts)
+        return self._in_place("broadcast", lambda a, x: a.broadcast(x, root), tensors, opts, to=self.rank() != root)
 
     @outside_compiler
     @with_overloads(dist.BarrierOptions, [], ["timeout"])

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lockstep.abilities import Addition, Chunks, Place
 from lockstep.errors import LayoutError
-from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arithmetic import Reduction
 from lockstep.shm.messages import Descriptor, Kind, Op, factor_of
 from lockstep.shm.staging import CHUNK_BYTES, Staging, shard_numel
@@ -26,8 +25,12 @@ BLOCK_BYTES = 256 * 1024
 """Number of bytes reduced at a time: a block is still in the cache when it is copied to the others."""
 
 
-class OneHost(Algorithm):
-    """Runs collectives over :class:`~lockstep.shm.staging.Staging`; each exchange may take ``timeout`` seconds."""
+class OneHost:
+    """Runs collectives on contiguous tensors of one dimension; every rank calls the same ones.
+
+    Each exchange may take ``timeout`` seconds. Ranks are ranks of the group, and ``tensors`` is the number of the
+    program's tensors that are flattened into the given one.
+    """
 
     def __init__(self, staging: Staging, timeout: float) -> None:
         self.staging = staging
@@ -36,15 +39,15 @@ class OneHost(Algorithm):
         self.size = staging.size
 
     def barrier(self) -> None:
-        """See :class:`Algorithm`."""
+        """Return when every rank has come."""
         self.agree(Descriptor(Kind.BARRIER))
 
     def agree(self, descriptor: Descriptor) -> None:
-        """See :class:`Algorithm`."""
+        """Return when every rank is about to run the same collective; else raise the same error on each."""
         self.staging.agree(descriptor, self.timeout)
 
     def check_alive(self) -> None:
-        """See :class:`Algorithm`."""
+        """Raise if a rank has died, or the group has ended."""
         self.staging.peers.check_alive()
 
     # -------------------------------------------------------------------------------- all ranks
@@ -52,12 +55,15 @@ class OneHost(Algorithm):
     def all_reduce(
         self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0, rounded_to: torch.dtype | None = None
     ) -> None:
-        """See :class:`Algorithm`; values are rounded where they are read."""
+        """Reduce the tensors of all ranks in place, each multiplied by its rank's ``factor``.
+
+        ``rounded_to``: the dtype to which each rank's values are rounded where they are read, and the result.
+        """
         descriptor = Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors, rounded_to=rounded_to)
         self._reduce(x, descriptor, range(self.size), factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
-        """See :class:`Algorithm`."""
+        """Reduce the tensors of all ranks into the tensor of ``root``; the tensors of other ranks stay as they are."""
         descriptor = Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self.staging.peers.global_ranks[root])
         self._reduce(x, descriptor, [root], 1.0)
 
@@ -161,10 +167,10 @@ class OneHost(Algorithm):
 
     # -------------------------------------------------------------------------------- broadcast
 
-    def broadcast(self, x: Tensor, root: int, tensors: int = 1) -> None:
-        """See :class:`Algorithm`."""
+    def broadcast(self, x: Tensor, root: int) -> None:
+        """Give every rank the values of ``root``, in place."""
         staging, n, dtype = self.staging, x.numel(), x.dtype
-        descriptor = Descriptor(Kind.BROADCAST, dtype, n, root=staging.peers.global_ranks[root], tensors=tensors)
+        descriptor = Descriptor(Kind.BROADCAST, dtype, n, root=staging.peers.global_ranks[root])
         sends = self.rank == root
         if x.nbytes <= ONE_EXCHANGE_BYTES:
             if sends:
@@ -196,7 +202,12 @@ class OneHost(Algorithm):
     # ------------------------------------------------------------------------------ partial sums
 
     def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition], gathered: int = 0) -> None:
-        """See :class:`Algorithm`; ``x`` is from ``group.allocate``. Each rank adds its shard of the elements."""
+        """Add parts of ``numel`` elements, with which the tensor of each rank begins, in the given order, and write the
+        result to the beginning of every rank's tensor.
+
+        The end of the tensor has ``gathered`` elements for each rank; each rank's own are copied to all ranks. ``x`` is
+        from ``group.allocate``. Each rank adds its shard of the elements.
+        """
         descriptor = Descriptor(Kind.ADD_IN_ORDER, x.dtype, x.numel(), tensors=len(additions))
         _, messages = self.staging.agree(descriptor, self.timeout, x)
         tensors = self.staging.allocated_tensors(messages, x)
@@ -220,7 +231,7 @@ class OneHost(Algorithm):
     # ----------------------------------------------------------------------------------- gather
 
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
-        """See :class:`Algorithm`."""
+        """Give every rank the tensors of all ranks, in rank order."""
         staging, n, dtype = self.staging, x.numel(), x.dtype
         descriptor = Descriptor(Kind.ALL_GATHER, dtype, n, tensors=tensors)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -253,7 +264,7 @@ class OneHost(Algorithm):
         staging.move_chunks(len(ranges), self.timeout, put, use)
 
     def gather_in_chunks(self, chunks: Chunks) -> None:
-        """See :class:`Algorithm`."""
+        """Let each rank put its chunks in shared memory, and all take those of all ranks from there."""
         staging, dtype, nbytes = self.staging, torch.uint8, chunks.nbytes
         staging.agree(Descriptor(Kind.ALL_GATHER, dtype, chunks.count * nbytes, tensors=chunks.count), self.timeout)
 
@@ -266,7 +277,7 @@ class OneHost(Algorithm):
         staging.move_chunks(chunks.count, self.timeout, put, use)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
-        """See :class:`Algorithm`."""
+        """Reduce ``inputs``, one tensor for each rank, over all ranks; each rank gets the result for itself."""
         staging, n, dtype = self.staging, output.numel(), output.dtype
         staging.agree(Descriptor(Kind.REDUCE_SCATTER, dtype, n, op, tensors=tensors), self.timeout)
         reduction = Reduction(op, dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lockstep.errors import CommunicationError
 from lockstep.shm.constants import LIVENESS_SECONDS
-from lockstep.shm.messages import MessageKind
+from lockstep.shm.messages import MessageKind, in_words
 from lockstep.shm.shared_memory import map_bytes
 
 LONGEST = 4096
@@ -240,7 +240,7 @@ class Peers:
             return
 
     def _describe(self, peers: Iterable[int]) -> str:
-        return _in_words(self.global_ranks[peer] for peer in peers)
+        return in_words(self.global_ranks[peer] for peer in peers)
 
     # ----------------------------------------------------------------------------------- memory
 
@@ -339,11 +339,6 @@ class Peers:
         for each in self._sockets.values():
             each.close()
         self._memory.clear()
-
-
-def _in_words(global_ranks: Iterable[int]) -> str:
-    ranks = sorted(global_ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _forked(parent: int, rank: int) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from lockstep import network
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.shm.constants import FAILURE_KEY, LIVENESS_SECONDS
+from lockstep.shm.messages import in_words
 from lockstep.store import BoundedStore, StoreLostError, address_towards
 
 _HELLO = struct.Struct("<I32s")
@@ -179,5 +180,4 @@ def _first_failure(bounded_store: BoundedStore, error: CommunicationError) -> Co
 
 
 def _have_died(global_ranks: Sequence[int]) -> str:
-    ranks = f"rank{'s' if len(global_ranks) > 1 else ''} {', '.join(map(str, sorted(global_ranks)))}"
-    return f"the shm process group cannot be made: {ranks} has died, or failed, before all had met"
+    return f"the shm process group cannot be made: {in_words(global_ranks)} has died, or failed, before all had met"

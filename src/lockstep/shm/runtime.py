@@ -1,29 +1,28 @@
 """Builds what a group needs to run collectives: connections, shared memory, a Gloo group."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep import network
 from lockstep.errors import CommunicationError
-from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.constants import LIVENESS_SECONDS
 from lockstep.shm.gloo import make_gloo_group
 from lockstep.shm.inter_host import FailureNotice, InterHost
-from lockstep.shm.many_hosts import ManyHosts
+from lockstep.shm.many_hosts import Algorithm, ManyHosts
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import OneHost
 from lockstep.shm.peers import Peers
 from lockstep.shm.rendezvous import Rendezvous, check_platform, meet
 from lockstep.shm.shared_memory import SharedMemory
 from lockstep.shm.staging import STAGING, Staging
-from lockstep.store import ANSWER_SECONDS
+from lockstep.store import ANSWER_SECONDS, in_background
 
 Between = Callable[[Any, int, int, timedelta], Any]
 
@@ -89,14 +88,15 @@ class Runtime:
         self.staging = Staging(self.peers, memory)
         hosts = found.hosts
         address = network.LOOPBACK if len(hosts) == 1 else network.address_for_gloo(found.addresses)
+        limit = timedelta(seconds=timeout)
         self.gloo: Any = self._while_alive(
-            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), timeout, address), timeout
+            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), limit, address), timeout
         )
         self.inter_host: InterHost | None = None
         if len(hosts) > 1:
             group, host = None, next(i for i, ranks in enumerate(hosts) if rank in ranks)
             if hosts[host][0] == rank:
-                make, limit = options.between or _gloo_between(address), timedelta(seconds=timeout)
+                make = options.between or partial(make_gloo_group, address=address)
                 group = self._while_alive(lambda: make(PrefixStore("between", store), host, len(hosts), limit), timeout)
             self.inter_host = InterHost(hosts, global_ranks, rank, self.peers, group, self._notice)
         # A rank that has made the group may leave it at once; by then no other rank is still making it
@@ -115,15 +115,7 @@ class Runtime:
         ``make`` has a time-out of its own, but that does not cover its questions to a store that is gone.
         """
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
-        made: Future[Any] = Future()
-
-        def work() -> None:
-            try:
-                made.set_result(make())
-            except BaseException as error:
-                made.set_exception(error)
-
-        threading.Thread(target=work, name="lockstep: connects", daemon=True).start()
+        made = in_background(make)
         while not wait([made], LIVENESS_SECONDS).done:
             self.peers.check_alive()
             if time.monotonic() > deadline:
@@ -157,13 +149,6 @@ class Runtime:
         if self.inter_host is not None:
             self.inter_host.end()
         self._notice.close()
-
-
-def _gloo_between(address: str | None) -> Between:
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return make_gloo_group(store, rank, size, timeout.total_seconds(), address)
-
-    return make
 
 
 def _not_made(error: RuntimeError) -> CommunicationError:

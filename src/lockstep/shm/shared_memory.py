@@ -30,13 +30,21 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_FIXED, _MREMAP_TO = 0x10, 0x1 | 0x2  # of Linux, on every processor
 
 
+class _Forks(threading.local):
+    """What a thread keeps while it forks: other threads may fork at the same time."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[Any, int | None]] = []
+        """The memory in use, each with the address of its copy, None if there was no room."""
+
+
 class _Mappings:
     """All shared memory of this process, with the handlers that replace it in a forked process."""
 
     def __init__(self) -> None:
         self._all: dict[int, weakref.ref[Any]] = {}  # by address
         self._in_use: set[int] = set()
-        self._forks = threading.local()  # threads may fork at the same time
+        self._forks = _Forks()
 
     def add(self, memory: Any) -> None:
         self._all[ctypes.addressof(memory)] = weakref.ref(memory)
@@ -49,44 +57,34 @@ class _Mappings:
     def mark(self, address: int, in_use: bool) -> None:
         (self._in_use.add if in_use else self._in_use.discard)(address)
 
-    @property
-    def _copies(self) -> list[tuple[Any, int | None]]:
-        """The memory in use while this thread forks, each with the address of its copy, None if there was no room."""
-        copies: list[tuple[Any, int | None]] = self._forks.__dict__.setdefault("copies", [])
-        return copies
-
-    @_copies.setter
-    def _copies(self, copies: list[tuple[Any, int | None]]) -> None:
-        self._forks.copies = copies
-
     def before_fork(self) -> None:
         living = [ref() for address, ref in list(self._all.items()) if address in self._in_use]
         for memory in living:
             if memory is not None:
                 copy = _map(None, len(memory), _READ_WRITE, _PRIVATE)
-                self._copies.append((memory, copy))
+                self._forks.copies.append((memory, copy))
                 if copy is not None:
                     ctypes.memmove(copy, memory, len(memory))
 
     def in_parent(self) -> None:
-        copies, self._copies = self._copies, []
-        for memory, copy in copies:
+        for memory, copy in self._forks.copies:
             if copy is not None:
                 _libc.munmap(copy, len(memory))
+        self._forks.copies.clear()
 
     def in_child(self) -> None:
-        copies, self._copies = self._copies, []
         mapped, self._all = self._all, {}
         self._in_use.clear()
         for ref in mapped.values():
             memory = ref()
             if memory is not None:
                 _map(ctypes.addressof(memory), len(memory), _READ_WRITE, _PRIVATE | _MAP_FIXED)
-        for memory, copy in copies:
+        for memory, copy in self._forks.copies:
             address, size = ctypes.addressof(memory), len(memory)
             if copy is None or _libc.mremap(copy, size, size, _MREMAP_TO, address) == _FAILED:
                 # No room for a copy: better that an access crashes than that it finds wrong values.
                 _map(address, size, _NO_ACCESS, _PRIVATE | _MAP_FIXED)
+        self._forks.copies.clear()
 
 
 def _map(address: int | None, size: int, access: int, how: int, fd: int = -1) -> int | None:
