@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from torch.nn import Module
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.arguments import did_you_mean
 from lockstep.errors import UnknownOptionError
@@ -31,6 +32,17 @@ def is_of_module(state_dict: Mapping[str, Any], module: Module) -> bool:
     """Return True if a checkpoint has the keys of the wrapped module itself rather than keys with ``module.``."""
     plain = module.state_dict().keys()
     return len(state_dict.keys() & plain) > len(state_dict.keys() & {f"module.{key}" for key in plain})
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module inside wrappers that add a prefix to its names; anything else as it is."""
+    while True:
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        elif isinstance(model, Module) and isinstance(getattr(model, "_orig_mod", None), Module):  # compiled
+            model = model._orig_mod
+        else:
+            return model
 
 
 def unknown_option(caller: str, name: str, known: Collection[str]) -> UnknownOptionError:

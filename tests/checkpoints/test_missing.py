@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.checkpoints import resuming, sending
+from lockstep.checkpoints import missing, resuming
 from lockstep.checkpoints.files import FileSystem, OpenFile
-from lockstep.checkpoints.missing import Holdings, what_is_here
+from lockstep.checkpoints.missing import Holdings, Transfer, move, plan_waves, what_is_here
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.resuming import Resuming
 from lockstep.checkpoints.saving import Saving
-from lockstep.checkpoints.sending import Transfer, move, plan_waves
 from lockstep.errors import CheckpointError
 from threaded import count_collectives, run_ranks
 
@@ -102,14 +101,14 @@ def moved(rank, seed, piece):
 
 @pytest.mark.parametrize(("world", "hosts"), [(2, ""), (4, ""), (3, "aaa"), (4, "aabb")])
 def test_bytes_arrive_in_pieces(world, hosts, monkeypatch):
-    monkeypatch.setattr(sending, "PIECE", 64)
+    monkeypatch.setattr(missing, "PIECE", 64)
     for seed in range(4):
         assert run_ranks(world, moved, seed, 64, hosts=hosts) == [True] * world
 
 
 @pytest.mark.parametrize("end", ["read", "write"])
 def test_a_rank_that_cannot_read_or_write_is_an_error_on_every_rank(end, monkeypatch):
-    monkeypatch.setattr(sending, "PIECE", 64)
+    monkeypatch.setattr(missing, "PIECE", 64)
 
     def call(rank):
         def fail(*_):
@@ -165,7 +164,7 @@ LOST = r"ignore:.*nobody has rank-.* so that what each rank had of its own is no
 @pytest.mark.parametrize("piece", [1 << 22, 100])
 @pytest.mark.parametrize("gone", ["a", "b", "c"])
 def test_a_new_host_gets_what_is_the_same_on_all_ranks(gone, piece, tmp_path, monkeypatch):
-    monkeypatch.setattr(sending, "PIECE", piece)
+    monkeypatch.setattr(missing, "PIECE", piece)
     results = run_ranks(4, both, tmp_path, "abbc", lambda folder: shutil.rmtree(folder / gone))
     assert results == [(2, [2.0], None, host) for host in "abbc"]
     name = "save-000002-step-00000002"

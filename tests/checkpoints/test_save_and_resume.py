@@ -18,8 +18,8 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoints import lineage, loadable
+from lockstep.checkpoints.folders import ABANDONED_AFTER
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.removal import ABANDONED_AFTER
 from lockstep.checkpoints.resuming import Resuming
 from lockstep.checkpoints.saving import Saving
 from lockstep.checkpoints.streams import read_streams, set_streams

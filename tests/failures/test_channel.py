@@ -195,7 +195,7 @@ def test_all_leave_in_order():
 
 
 def meeting(store, rank, world):
-    return Meeting(BoundedStore(dist.PrefixStore("test", store)), rank, world, "here", SOON)
+    return Meeting(BoundedStore(dist.PrefixStore("test", store)), rank, range(world), "here", SOON)
 
 
 def test_a_rank_that_fails_before_all_have_met_is_named():
@@ -248,9 +248,12 @@ def test_strangers_are_turned_away():
     here, other = meeting(store, 0, 2), meeting(store, 1, 2)
     here._listen()
     address = (here._own.ip, here._own.port)
-    strangers = [Connection(socket.create_connection(address), 0, SOON) for _ in range(3)]
+    strangers = [Connection(socket.create_connection(address), 0, SOON) for _ in range(6)]
     strangers[0].send({"rank": 1, "secret": "a guess"})
     strangers[1]._socket.send(b"\x04\0\0\0GET ")
+    strangers[2]._socket.send(b"GET / HTTP/1.1\r\n\r\n")
+    strangers[3]._socket.send(b"\x02\0\0\0[]")
+    strangers[4]._socket.send(b"\x1e\0\0\0" + '{"rank": 1, "secret": "\xe9\xe9"}'.encode().ljust(30))
     found = []
 
     def meet():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.distributed.replication.replication import find_replication
 from small_modules import fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -331,3 +334,28 @@ def left_out_in_backward(rank):
 def test_a_batch_that_is_left_out_ends_the_rounds_of_all_modules():
     usual, left_out = (False, [1.5, 1.5]), (True, [None, None])
     assert run_ranks(2, left_out_in_backward) == [[usual, left_out, usual]] * 2
+
+
+class EndedMeanwhile(list):
+    """Passes of another thread, which ends them as soon as it is asked whether there are any."""
+
+    def __len__(self):
+        number = super().__len__()
+        self.clear()
+        return number
+
+
+def test_a_pass_of_another_thread_may_end_while_this_one_is_asked_about():
+    """Every pass asks the modules of all threads: ranks that are threads, and a plain module beside them."""
+
+    def work(rank):
+        model = lockstep.replicate(one_weight(), process_group=rank.group)
+        reducer = find_replication(model).reducer
+        reducer._open_passes = EndedMeanwhile([SimpleNamespace(this=None)])
+        with ThreadPoolExecutor(1) as other:
+            other.submit(lambda: nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()).result()
+        reducer._open_passes = []
+        model(x_of(rank)).sum().backward()
+        return model.weight.grad.item()
+
+    assert run_ranks(1, work) == [1.0]

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
@@ -689,6 +690,8 @@ def test_what_an_earlier_replication_has_lost_does_not_keep_it():
         lockstep.DistributedDataParallel(net, process_group=rank.group)
         with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
             earlier.no_sync().__enter__()
+        with pytest.raises(NotReplicableError, match=r"register_comm_hook\(\).* once more"):
+            earlier.register_comm_hook(None, default_hooks.allreduce_hook)
         net.append(linear())
         net[2 * rank.rank](rows(rank)).sum().backward()
         return grads(net)

@@ -18,8 +18,8 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoints.files import OpenFile
+from lockstep.checkpoints.folders import NewFolder
 from lockstep.checkpoints.layout import MARKER
-from lockstep.checkpoints.new_folder import NewFolder
 
 FOLDER, KILLS, MORE = Path(sys.argv[1]), [int(step) for step in sys.argv[2].split(",") if step], sys.argv[3:]
 RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import CommunicationError
-from lockstep.session.incarnation import part_of_incarnation
+from lockstep.session.meeting import part_of_incarnation
 from threaded import run_ranks
 
 PROGRAM = Path(__file__).with_name("restarted.py")

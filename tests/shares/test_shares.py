@@ -518,6 +518,24 @@ def test_a_step_that_was_left_leaves_buffers_as_they_were(failing):
     assert first[1:] == [[pytest.approx(0.05 + 0.5 * 9.5)], 1, [False, False, True]]
 
 
+def test_a_step_that_cannot_begin_leaves_what_was_loaded_after_a_step_that_was_left():
+    def work(rank):
+        model = lockstep.replicate(Buffers(), shares=4, process_group=rank.group)
+        data, others = (
+            lockstep.shares.GlobalBatches(ROWS, 4, shares, shuffle=False, process_group=rank.group) for shares in (4, 2)
+        )
+        with contextlib.suppress(ZeroDivisionError):
+            for (x,) in next(iter(data)):
+                model(x).backward()
+                raise ZeroDivisionError
+        model.mean.fill_(7.0)
+        with pytest.raises(OptionError, match="a batch of 2 shares"):
+            list(next(iter(others)))
+        return model.mean.item()
+
+    assert run_ranks(1, work) == [7.0]
+
+
 # ------------------------------------------------------------------------ collectives of a step
 
 

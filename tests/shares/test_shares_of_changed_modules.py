@@ -318,6 +318,7 @@ def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothi
             model.zero_grad()
             if number == 2 and rank.rank == 1:
                 handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+                before = model[1].running_mean.clone()
                 model[1].running_mean.fill_(3.0)  # by a program, between steps
             try:
                 for (x,) in batch:
@@ -328,6 +329,7 @@ def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothi
                 if rank.rank == 1:
                     assert model[1].running_mean.tolist() == [3.0, 3.0]
                     handle.remove()
+                    model[1].running_mean.copy_(before)
         return found
 
     first, second = on(hosts, work)
@@ -335,6 +337,27 @@ def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothi
     assert second[2] == "NotReplicableError: parameter 0.weight h"
     assert first[:2] + first[3:] == second[:2] + second[3:]
     assert len(first) == 5
+
+
+def test_a_buffer_that_one_rank_has_written_before_a_step_that_cannot_begin_is_found_in_the_next_one():
+    def work(rank):
+        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        found = []
+        for number, batch in enumerate(itertools.islice(forever(data), 4)):
+            if number == 2 and rank.rank == 1:
+                handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+                model[1].running_mean.fill_(3.0)
+            try:
+                for (x,) in batch:
+                    model(x.float()).square().sum().backward()
+            except (NotReplicableError, OutOfSyncError, PeerError) as error:
+                found.append(type(error).__name__)
+                if number == 2 and rank.rank == 1:
+                    handle.remove()
+        return found
+
+    assert run_ranks(2, work) == [["PeerError", "OutOfSyncError"], ["NotReplicableError", "OutOfSyncError"]]
 
 
 @pytest.mark.parametrize("hosts", ["--", "aa"])

@@ -1,11 +1,12 @@
 """Distinguishes this run's checkpoints in a folder from other runs' checkpoints, and notices a second writer."""
 
+import contextlib
 import secrets
 import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.checkpoints.layout import Manifest, Saved, TornError, list_saved, read_manifest
+from lockstep.checkpoints.layout import Saved, TornError, list_saved, read_manifest
 from lockstep.errors import CheckpointError
 
 
@@ -52,19 +53,13 @@ def lineage_of(path: Path) -> Lineage:
 
 def of_run(saved: Saved, run: str) -> bool:
     """Return True if a checkpoint belongs to a run; one that cannot be read does not."""
-    manifest = _manifest(saved)
-    return manifest is not None and manifest.run == run
+    with contextlib.suppress(TornError):
+        return read_manifest(saved.folder).run == run
+    return False
 
 
 def _author(saved: Saved) -> str:
-    manifest = _manifest(saved)
-    if manifest is None:
-        return saved.folder.name
-    return f"{saved.folder.name}, saved by host {manifest.hosts[0]} at {manifest.time},"
-
-
-def _manifest(saved: Saved) -> Manifest | None:
-    try:
-        return read_manifest(saved.folder)
-    except TornError:
-        return None
+    with contextlib.suppress(TornError):
+        manifest = read_manifest(saved.folder)
+        return f"{saved.folder.name}, saved by host {manifest.hosts[0]} at {manifest.time},"
+    return saved.folder.name

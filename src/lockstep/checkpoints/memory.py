@@ -146,10 +146,6 @@ def check_room(folder: Path, needed: int) -> None:
 class MemoryFiles(FileSystem):
     """Files in memory: no later call makes a written file safer, so nothing is synced."""
 
-    def create(self, path: Path) -> OpenFile:
-        """Create a file; raise ``FileExistsError`` if there is one of that name."""
-        return _MemoryFile(path)
-
     def make_folder(self, path: Path) -> None:
         """Make a folder of this user alone in an existing one."""
         os.mkdir(path, 0o700)
@@ -161,12 +157,7 @@ class MemoryFiles(FileSystem):
         """Wait until all processes of the host see the contents of these files."""
         for each in what:
             if isinstance(each, OpenFile):
-                each.sync()
-
-
-class _MemoryFile(OpenFile):
-    def sync(self) -> None:
-        self.hand_over()
+                each.hand_over()
 
 
 def _of_user(*, make: bool = False) -> Path:

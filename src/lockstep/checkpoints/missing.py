@@ -1,4 +1,4 @@
-"""Finds out which parts of a checkpoint a rank lacks (PURE), and receives them from ranks that have them.
+"""Finds out which parts of a checkpoint ranks lack (PURE), and sends them from ranks that have them.
 
 If the checkpoint is not on a host's disk, as on a new host, the files that are the same on all ranks are written to
 that disk by the host's first rank, and form a checkpoint there. The own parts of a rank go to that rank alone.
@@ -6,16 +6,19 @@ that disk by the host's first rank, and form a checkpoint there. The own parts o
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.checkpoints.files import FileSystem, OpenFile, make_folders
+from lockstep.checkpoints.folders import NewFolder
 from lockstep.checkpoints.layout import UNFINISHED, Manifest, StoredFile, entry_file, rank_file
-from lockstep.checkpoints.new_folder import NewFolder
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.sending import move, plan_waves
+
+PIECE = 1 << 22
+"""Number of bytes that a rank sends, or receives, at once."""
 
 
 def what_is_here(manifest: Manifest, absent: Sequence[bool], lacking: Sequence[bool]) -> dict[str, Any]:
@@ -154,17 +157,16 @@ class Receiving:
         if any(reasons):
             return reasons
         files = {name: holdings.files[name] for name in holdings.shared}
-        manifest = replace(holdings.manifest, files=files).to_bytes()
-        folder, writes = self._folder, self._writes
-        ranks.together("resume()", lambda: self._new.sync(manifest) if writes else None)
-        ranks.together("resume()", lambda: self._new.finish(folder, manifest) if writes else None)
+        manifest = replace(holdings.manifest, files=files).to_bytes() if self._writes else None
+        ranks.together("resume()", lambda: self._new.sync(manifest))
+        ranks.together("resume()", lambda: self._new.finish(self._folder))
         return reasons
 
     def _read(self, item: str, begin: int, length: int) -> bytes:
         if item == self._own_name and self._own:
             return bytes(self._own[begin : begin + length])
         if begin == 0 and item in self._written:  # it was received here before
-            self._written[item].sync()
+            self._written[item].hand_over()
         folder = self._new.path if item in self._written else self._folder
         with open(folder / item, "rb") as file:
             file.seek(begin)
@@ -188,3 +190,105 @@ class Receiving:
             if digests != {file.sha256}:
                 return f"{name} has come with another SHA-256 than rank {file.rank} on {file.host} has written"
         return ""
+
+
+# ------------------------------------------------------------------------------------------ from rank to rank
+
+
+class Transfer(NamedTuple):
+    """The sending of one item from one rank to another."""
+
+    item: str
+    source: int
+    target: int
+
+
+def plan_waves(has: Sequence[Collection[str]], needs: Sequence[Collection[str]]) -> list[list[Transfer]]:
+    """PURE: plan the transfers after which every rank has what it needs, from the items of each rank, in rank order.
+
+    In one wave, a rank sends at most one item and receives at most one. It can send a received item in the next wave,
+    so that an item of one rank reaches many others in few waves. Raises ``ValueError`` for an item that no rank has.
+
+    Example:
+        >>> plan_waves([{"model"}, set(), set()], [set(), {"model"}, {"model"}])
+        [[Transfer(item='model', source=0, target=1)], [Transfer(item='model', source=0, target=2)]]
+    """
+    there = [set(own) for own in has]
+    left = [sorted(set(wanted) - own) for wanted, own in zip(needs, there, strict=True)]
+    waves: list[list[Transfer]] = []
+    while any(left):
+        wave: list[Transfer] = []
+        for target, items in enumerate(left):
+            free = set(range(len(there))) - {each.source for each in wave}
+            found = next(((item, rank) for item in items for rank in sorted(free) if item in there[rank]), None)
+            if found is not None:
+                wave.append(Transfer(*found, target))
+        if not wave:
+            raise ValueError(f"no rank has {', '.join(sorted({item for items in left for item in items}))}")
+        for each in wave:
+            there[each.target].add(each.item)
+            left[each.target].remove(each.item)
+        waves.append(wave)
+    return waves
+
+
+def move(
+    waves: Sequence[Sequence[Transfer]],
+    sizes: Mapping[str, int],
+    ranks: Ranks,
+    what: str,
+    read: Callable[[str, int, int], bytes],
+    write: Callable[[str, bytes], object],
+) -> None:
+    """Carry out the plan; every rank calls this, with the same ``waves`` and ``sizes`` in bytes.
+
+    ``read(item, begin, length)`` returns a piece of an item that this rank sends, and ``write`` gets the pieces of an
+    item that it receives, in order. Holds two pieces in memory. If either raises on some rank, raises
+    :class:`CheckpointError` on every rank at the end of the wave.
+
+    Communicates an all-to-all for each piece of the largest item of a wave, in which every rank takes part.
+    """
+    for wave in waves:
+        ranks.together(what, partial(_move_wave, wave, sizes, ranks, what, read, write))
+
+
+def _move_wave(
+    wave: Sequence[Transfer],
+    sizes: Mapping[str, int],
+    ranks: Ranks,
+    what: str,
+    read: Callable[[str, int, int], bytes],
+    write: Callable[[str, bytes], object],
+) -> None:
+    """Raise the error of this rank, if any, at the end: it takes part until then, as the others wait for its pieces."""
+    sent = next((each for each in wave if each.source == ranks.rank), None)
+    taken = next((each for each in wave if each.target == ranks.rank), None)
+    problem: Exception | None = None
+    for begin in range(0, max(sizes[each.item] for each in wave), PIECE):
+        outgoing, incoming = (0 if each is None else _left(sizes[each.item], begin) for each in (sent, taken))
+        data = bytes(outgoing)
+        if sent is not None and problem is None:
+            try:
+                data = _exactly(outgoing, read(sent.item, begin, outgoing), sent.item)
+            except Exception as error:
+                problem = error
+        received = ranks.exchange(
+            data, 0 if sent is None else sent.target, incoming, 0 if taken is None else taken.source, what
+        )
+        if taken is not None and problem is None:
+            try:
+                write(taken.item, received)
+            except Exception as error:
+                problem = error
+    if problem is not None:
+        raise problem
+
+
+def _left(size: int, begin: int) -> int:
+    return max(0, min(PIECE, size - begin))
+
+
+def _exactly(length: int, data: bytes, item: str) -> bytes:
+    if len(data) != length:
+        raise EOFError(f"{item} has become shorter while it was sent: {len(data)} bytes where there were {length}")
+    return data

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoints.files import FileSystem
+from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import (
     Manifest,
     TornError,
@@ -25,7 +26,6 @@ from lockstep.checkpoints.lineage import remember
 from lockstep.checkpoints.memory import MemoryFiles, run_of
 from lockstep.checkpoints.missing import Holdings, Receiving, what_is_here
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.removal import discard
 from lockstep.checkpoints.state import (
     OWN,
     STATE_DICT,
@@ -356,11 +356,12 @@ class Resuming:
 
     def _put_back(self) -> None:
         self._streams_before = read_streams()
-        filled = [each for each in self._entries if _is_there(self._parts[each.name])]
+        parts = self._parts
+        filled = [each for each in self._entries if parts[each.name].shared is not None or parts[each.name].own]
         # The position of a rank's own loader does not concern the others, and reading it may start its workers.
         self._before = [(each, copy_of(each)) for each in filled if each.kind != STATE_DICT + OWN]
         for entry in filled:
-            put_back(entry, self._parts[entry.name])
+            put_back(entry, parts[entry.name])
 
     def _restore_training(self) -> None:
         """Restore all rounds and hooks, even if some fail, since the next round may have to begin with an agreement."""
@@ -438,10 +439,6 @@ def _places(name: str, answers: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return, for each rank, the place where a checkpoint lies or would lie; it is equal for ranks that share a
     disk."""
     return [answer["places"][name.partition("/")[0]] for answer in answers]
-
-
-def _is_there(parts: Parts) -> bool:
-    return parts.shared is not None or bool(parts.own)
 
 
 def _read(file: Path | io.BytesIO) -> Any:

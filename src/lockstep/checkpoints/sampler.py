@@ -204,12 +204,9 @@ def _batches_in(samples: int, size: int, drops_last: bool) -> int:
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
     """Seed PyTorch's random numbers on the CPU inside the block, and restore their state after it."""
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
         yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _rank() -> int:

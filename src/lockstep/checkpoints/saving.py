@@ -3,7 +3,6 @@
 import operator
 import os
 import secrets
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,6 +13,8 @@ import torch
 
 from lockstep.checkpoints import loadable
 from lockstep.checkpoints.files import FileSystem, make_folders
+from lockstep.checkpoints.folders import NewFolder, remove_old
+from lockstep.checkpoints.history import now
 from lockstep.checkpoints.layout import (
     UNFINISHED,
     Manifest,
@@ -24,9 +25,7 @@ from lockstep.checkpoints.layout import (
     rank_file,
 )
 from lockstep.checkpoints.lineage import lineage_of, remember
-from lockstep.checkpoints.new_folder import NewFolder
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.removal import remove_old
 from lockstep.checkpoints.state import OWN, Entry, HostCopies, Parts, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.collectives import Group
@@ -120,7 +119,12 @@ class Saving:
         try:
             answers = ranks.together("save()", lambda: self._prepare(state))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
-            self._take_over(answers)
+            self._answers = answers
+            self.number = 1 + max(answer["highest"] for answer in answers)
+            if ranks.rank:
+                self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
+            else:
+                self._remember()  # now: when it is written, another thread may look before this one goes on
             self._leaders = self._find_leaders()
             if self._gathered:
                 ranks.together("save()", self._gather)
@@ -130,15 +134,6 @@ class Saving:
             self._give_up(error)
             raise
 
-    def _take_over(self, answers: list[dict[str, Any]]) -> None:
-        """Store the results of the preparation on all ranks."""
-        self._answers = answers
-        self.number = 1 + max(answer["highest"] for answer in answers)
-        if self._ranks.rank:
-            self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
-        else:
-            self._remember()  # now: when it is written, another thread may look before this one goes on
-
     def _copy(self, copies: HostCopies) -> None:
         """Copy the state that this rank writes; the state that is the same on all ranks only if this rank writes it."""
         if self._leaders[self._ranks.rank] != self._ranks.rank:
@@ -147,21 +142,12 @@ class Saving:
 
     def write(self, ranks: Ranks) -> Path:
         """Write the state that :meth:`begin` has taken; on another thread, with ``ranks`` that do not use the group."""
-        self._ranks, new = ranks, self._new
-        folder = self.folder
+        self._ranks, leaders, new, folder = ranks, self._leaders, self._new, self.folder
+        leads = leaders[ranks.rank] == ranks.rank
         try:
-            leaders = self._leaders
             written = ranks.together("save()", lambda: self._write(leaders))
-            leads = leaders[ranks.rank] == ranks.rank
-            manifest = b""
-
-            def sync() -> None:
-                nonlocal manifest
-                manifest = self._describe(self._complete(written, leaders)).to_bytes() if leads else b""
-                new.sync(manifest or None)
-
-            ranks.together("save()", sync)
-            ranks.together("save()", lambda: new.finish(folder, manifest) if leads else None)
+            ranks.together("save()", lambda: new.sync(self._manifest(written, leaders) if leads else None))
+            ranks.together("save()", lambda: new.finish(folder))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -253,9 +239,8 @@ class Saving:
         """
         sees = self._new.path.is_dir()
         answers = self._ranks.tell([sees, self._ranks.host], "who sees the first rank's folder")
-        apart = [host for _, host in answers]
         first = {host: rank for rank, (sees, host) in reversed(list(enumerate(answers))) if not sees}
-        return [0 if sees else first[host] for (sees, _), host in zip(answers, apart, strict=True)]
+        return [0 if sees else first[host] for sees, host in answers]
 
     def _write(self, leaders: list[int]) -> dict[str, Any]:
         """Write this rank's files, which stay open; return their entries in the manifest."""
@@ -278,10 +263,10 @@ class Saving:
             raise (file.error or error) from error
         return StoredFile(file.bytes, file.sha256, self._ranks.rank, self._ranks.host)
 
-    def _describe(self, files: dict[str, StoredFile]) -> Manifest:
-        """Return the manifest of files that the ranks have written on this rank's file system."""
+    def _manifest(self, written: list[dict[str, Any]], leaders: list[int]) -> bytes:
+        """Return the manifest of the files that the ranks have written on this rank's file system."""
         first = self._answers[0]
-        return Manifest(
+        manifest = Manifest(
             number=self.number,
             step=self._step,
             id=first["unfinished"].removeprefix(UNFINISHED),
@@ -289,10 +274,11 @@ class Saving:
             world_size=self._ranks.size,
             hosts=[answer["host"] for answer in self._answers],
             entries=self._kinds,
-            files=files,
+            files=self._complete(written, leaders),
             versions={"torch": torch.__version__},
-            time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            time=now(),
         )
+        return manifest.to_bytes()
 
     def _give_up(self, error: BaseException) -> None:
         """Remove an unfinished folder, and a finished one if the save failed on some rank.

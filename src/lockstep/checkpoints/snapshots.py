@@ -1,20 +1,19 @@
 """Snapshots: checkpoints in the memory of each host, taken often; only the newest one is kept."""
 
 import base64
-import contextlib
 import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep.checkpoints.files import FileSystem, make_folders
+from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import UNFINISHED, StoredFile, list_saved, rank_file
 from lockstep.checkpoints.lineage import lineage_of
 from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room, note_run
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.removal import discard
 from lockstep.checkpoints.saving import Saving
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.tree import tensors_in
@@ -78,17 +77,14 @@ class Snapshots:
         self.memory = memory
         self._ranks = ranks
         self.pace = Pace()
-        self._lock = contextlib.ExitStack()
-        self._locked = False
+        self._lock: IO[bytes] | None = None
         self._last: int | None = None
 
     def take(self, state: Mapping[str, Any], every: int | None, at_most: float, step: int | None, above: int) -> int:
         """Take a snapshot, which is due, and return its number; every rank calls it."""
-        saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last, first=not self._locked)
+        saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last, first=self._lock is None)
         saving.save(state, 1, step)
-        if not self._locked:
-            self._lock.enter_context(self.memory.lock())
-        self._locked = True
+        self._lock = self._lock or self.memory.lock()
         self._last = saving.number
         if every is None:
             told = self._ranks.tell(list(self.pace.times()), "what a snapshot has cost")
@@ -106,7 +102,8 @@ class Snapshots:
         """Release the lock on the memory; with ``remove``, also remove the snapshots."""
         if remove and self._last is not None:
             self.memory.remove()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 class _Snapshot(Saving):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.sampler import ResumableSampler
@@ -20,6 +19,7 @@ from lockstep.distributed.replication.replication import Replication, find_repli
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.run_all import RunAll
 from lockstep.tree import tree_map
+from lockstep.wrapper import unwrapped
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
 OWN = ", of each rank"
@@ -98,7 +98,7 @@ def entries_of(state: Mapping[str, Any]) -> list[Entry]:
 
 def _entry(name: str, value: Any) -> Entry:
     given = value.value if isinstance(value, PerRank) else value
-    target = _unwrapped(given)
+    target = unwrapped(given)
     kind = _kind_of(name, target)
     own = isinstance(value, PerRank) or kind == GENERATOR
     if isinstance(target, ResumableSampler):
@@ -106,17 +106,6 @@ def _entry(name: str, value: Any) -> Entry:
     else:
         own = own or isinstance(target, DataLoader | Sampler)
     return Entry(name, target, kind + OWN if own else kind, given)
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the module inside wrappers that add a prefix to its names."""
-    while True:
-        if isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            value = value.module
-        elif isinstance(value, nn.Module) and isinstance(getattr(value, "_orig_mod", None), nn.Module):
-            value = value._orig_mod
-        else:
-            return value
 
 
 def _kind_of(name: str, target: Any) -> str:
@@ -232,12 +221,7 @@ def copy_of(entry: Entry) -> Parts:
     """Return the parts that would restore an object's present state; tensors are copied to the CPU."""
     if entry.kind.startswith(VALUE) and not isinstance(entry.target, Tensor):
         return Parts(copy.copy(entry.target), {})  # its members are replaced, not written to
-    parts = read(entry)
-    own = {name: _copied(value, None if name in (TRAINING, COMMON) else "cpu") for name, value in parts.own.items()}
-    shared = _copied(parts.shared, "cpu")
-    if hasattr(parts.shared, "_metadata"):
-        shared._metadata = parts.shared._metadata
-    return Parts(shared, own)
+    return HostCopies().of({entry.name: read(entry)})[entry.name]
 
 
 class HostCopies:
@@ -283,17 +267,6 @@ class HostCopies:
             copies = {name: Parts(whole_copy(each.shared), whole_copy(each.own)) for name, each in parts.items()}
         self._free = used  # memory that this call did not need is given up
         return copies
-
-
-def _copied(value: Any, device: str | None) -> Any:
-    """Return a nested value with copies of its tensors, on their own devices or on ``device``."""
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.is_meta or is_lazy(leaf):
-            return leaf
-        return leaf.detach().to(device or leaf.device, copy=True)
-
-    return tree_map(copied, value)
 
 
 def _fill(name: str, target: Any, value: Any) -> None:

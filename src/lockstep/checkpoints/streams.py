@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from lockstep.tree import tree_map
+
 Streams = dict[str, Any]
 
 
@@ -15,10 +17,11 @@ def read_streams() -> Streams:
     streams: Streams = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        streams["numpy"] = plain(numpy.random.get_state(legacy=False))
-    module = _accelerator_module()
-    if module is not None:
-        streams["accelerator"] = _read_accelerator(module)
+        state = numpy.random.get_state(legacy=False)
+        streams["numpy"] = tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, state)
+    accelerator = _read_accelerator()
+    if accelerator is not None:
+        streams["accelerator"] = accelerator
     return streams
 
 
@@ -38,28 +41,17 @@ def set_streams(streams: Streams) -> None:
             module.set_rng_state(state, *([index] if len(saved["states"]) > 1 else []))
 
 
-def plain(value: Any) -> Any:
-    """Return a value with lists in place of NumPy's arrays, and Python's numbers in place of NumPy's."""
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
+def _read_accelerator() -> dict[str, Any] | None:
+    """Return the states of the generators of the accelerators that this process uses; None if it has not used any yet.
 
-
-def _accelerator_module() -> Any:
-    """Return the module of the accelerator that this process uses; None if it has not used any yet."""
+    All devices count if there are several: replicas may use more than the current one.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
+    module: Any = None if accelerator is None else torch.get_device_module(accelerator.type)
+    if accelerator is None or not hasattr(module, "get_rng_state"):
         return None
-    module = torch.get_device_module(accelerator.type)
-    return module if getattr(module, "is_initialized", lambda: True)() and hasattr(module, "get_rng_state") else None
-
-
-def _read_accelerator(module: Any) -> dict[str, Any]:
-    """Return the states of all devices if there are several: replicas may use more than the current one."""
+    if not getattr(module, "is_initialized", lambda: True)():
+        return None
     count = torch.accelerator.device_count()
     states = [module.get_rng_state(index) for index in range(count)] if count > 1 else [module.get_rng_state()]
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
     return {"type": accelerator.type, "states": states}

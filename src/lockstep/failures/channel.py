@@ -23,9 +23,8 @@ from lockstep.failures.progress import PHASES_OF_A_STEP, Page, Progress, page_of
 from lockstep.failures.ring import (
     Connection,
     Meeting,
-    NeighbourHasEndedError,
+    NotMetError,
     Place,
-    RankHasNotComeError,
     Reach,
     absent,
     reach,
@@ -97,10 +96,10 @@ class FailureChannel:
         try:
             store = own_connection(store, timeout)
         except StoreLostError as error:
-            raise store_lost(rank, len(self.global_ranks), error) from error
+            raise store_lost(self.rank, len(self.global_ranks), error) from error
         self._log = FailureLog(store)
         try:
-            neighbours, listener, own = self._meet_neighbours(store, rank, host, timeout)
+            neighbours, listener, own = self._meet_neighbours(store, host, timeout)
         except BaseException:
             self._log.close()
             raise
@@ -108,35 +107,31 @@ class FailureChannel:
         self._messenger = Messenger(self.rank, neighbours, listener, self._hear, self._neighbour_has_gone, self._look)
         self._messenger.start()
         _channels.add(self)
-        self.tell("here", rank=self.rank, place=own.to_json())
+        self.tell("here", rank=self.rank, place=own)
         self._wait_for_all(deadline, timeout)
 
     def _meet_neighbours(
-        self, store: Any, rank: int, host: str, timeout: float
-    ) -> tuple[list[Connection], socket.socket | None, Place]:
-        """Connect to both neighbours by their ranks in the ring; then give them the ranks that messages name."""
+        self, store: Any, host: str, timeout: float
+    ) -> tuple[Sequence[Connection], socket.socket | None, Place]:
+        """Connect to both neighbours in the ring."""
         world = len(self.global_ranks)
         if world == 1:
             return [], None, Place(host, socket.gethostname(), os.getpid(), network.LOOPBACK)
         with contextlib.ExitStack() as stack:
             try:
                 meeting_place = stack.enter_context(contextlib.closing(BoundedStore(store, timeout)))
-                meeting = Meeting(meeting_place, rank, world, host, self.link_timeout)
+                meeting = Meeting(meeting_place, self.rank, self.global_ranks, host, self.link_timeout)
                 stack.callback(meeting.close)
-                neighbours, listener, own = meeting.connect(timeout, self._check_log)
+                return meeting.connect(timeout, self._check_log)
             except StoreLostError as error:
-                raise store_lost(rank, world, error) from error
-            except NeighbourHasEndedError as error:
-                self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ENDED, 0, "start-up"))
-                time.sleep(START_UP_SECONDS)
+                raise store_lost(self.rank, world, error) from error
+            except NotMetError as error:
+                kind, what = (Kind.ENDED, "") if error.has_ended else (Kind.ABSENT, str(error))
+                self.failure = self._log.append(Failure(error.rank, kind, 0, "start-up", what))
+                self._known.set()
+                if error.has_ended:  # else this rank ends at once, and must not be taken for the missing one
+                    time.sleep(START_UP_SECONDS)
                 raise self._start_up_error() from error
-            except RankHasNotComeError as error:
-                # This rank is about to end, and must not be taken for the missing one.
-                self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ABSENT, 0, "start-up", str(error)))
-                raise self._start_up_error() from error
-        for each in neighbours:
-            each.peer = self.global_ranks[each.peer]
-        return list(neighbours), listener, own
 
     def _wait_for_all(self, deadline: float, timeout: float) -> None:
         """Return when every rank has sent its place; raise if one fails before that, or does not come."""
@@ -231,8 +226,8 @@ class FailureChannel:
     def report(self, failure: Failure) -> None:
         """Write a failure, this rank's or another's, to the log, and tell all ranks; waits for the store."""
         first = self._log.append(failure)
-        told = {} if first == failure else {"first": first.to_json()}
-        self.tell("failure", failure=failure.to_json(), **told)
+        told = {} if first == failure else {"first": first}
+        self.tell("failure", failure=failure, **told)
         self._learn(failure, first)
 
     def tell(self, kind: str, **fields: Any) -> None:
@@ -258,7 +253,7 @@ class FailureChannel:
         kind, why = (Kind.LEFT, "") if closed else (Kind.UNCLOSED, UNKNOWN_END)
         left = Failure(self.rank, kind, self.progress.step, "tear-down", why)
         self.left[self.rank] = left
-        self.tell("left", failure=left.to_json())
+        self.tell("left", failure=left)
 
     def wait_for_others(self, timeout: float) -> bool:
         """Return True when all others are done, too; False if they are not after ``timeout`` seconds.
@@ -291,13 +286,13 @@ class FailureChannel:
     def _hear(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "failure":
-            failure = Failure.from_json(message["failure"])
-            self._learn(failure, Failure.from_json(message["first"]) if "first" in message else failure)
+            failure = Failure.of_fields(message["failure"])
+            self._learn(failure, Failure.of_fields(message["first"]) if "first" in message else failure)
         elif kind == "here":
             self._note_place(message["rank"], Place(**message["place"]))
         elif kind == "left":
             with self._changed:
-                left = Failure.from_json(message["failure"])
+                left = Failure.of_fields(message["failure"])
                 self.left[left.rank] = left
                 self._left_at = time.monotonic()
                 self._changed.notify_all()
@@ -397,12 +392,6 @@ class FailureChannel:
             self._messenger.send_first()
             for callback in callbacks:
                 callback(self.failure)
-
-    def _settle_alone(self, failure: Failure) -> None:
-        """Before the ring exists: log a failure that was found on another rank, and raise the first entry of the
-        log."""
-        self.failure = self._log.append(failure)
-        self._known.set()
 
     def _start_up_error(self) -> CommunicationError | PeerFailure:
         """Return the error to raise, from what is known, where the ranks have not met."""

@@ -59,23 +59,10 @@ class Failure:
     stacks: str | None = None
     """The stacks of its threads, if they could be obtained."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as they are sent."""
-        return asdict(self)
-
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Failure":
-        """Rebuild a failure from the fields that :meth:`to_json` returned."""
+    def of_fields(cls, fields: dict[str, Any]) -> "Failure":
+        """Rebuild a failure from its fields as JSON has them."""
         return cls(**{**fields, "kind": Kind(fields["kind"])})
-
-    def pack(self) -> str:
-        """Return the failure as one text, for the log."""
-        return json.dumps(self.to_json())
-
-    @classmethod
-    def unpack(cls, text: str | bytes) -> "Failure":
-        """Rebuild a failure from the text that :meth:`pack` returned."""
-        return cls.from_json(json.loads(text))
 
     @property
     def summary(self) -> str:
@@ -145,12 +132,12 @@ class FailureLog:
 
     def append(self, failure: Failure) -> Failure:
         """Append an entry; return the first entry of the log, or the new entry if the store is lost."""
-        text = failure.pack()
+        text = json.dumps(asdict(failure))
         try:
             with self._lock:
                 while True:
                     there = self._bounded_store.compare_set(_key(len(self.entries)), "", text)
-                    self.entries.append(Failure.unpack(there))
+                    self.entries.append(_unpacked(there))
                     if there == text:
                         break
         except StoreLostError:
@@ -161,12 +148,12 @@ class FailureLog:
         """Read the new entries; return all entries. Raises :class:`StoreLostError`."""
         with self._lock:
             while self._bounded_store.check([_key(len(self.entries))]):
-                self.entries.append(Failure.unpack(self._bounded_store.get(_key(len(self.entries)))))
+                self.entries.append(_unpacked(self._bounded_store.get(_key(len(self.entries)))))
         return self.entries
 
     def look(self, found: Callable[[Failure], object]) -> None:
         """Call ``found`` with the first entry, if there is one, from another thread; does not wait for the store."""
-        self._bounded_store.look(_key(0), lambda text: found(Failure.unpack(text)))
+        self._bounded_store.look(_key(0), lambda text: found(_unpacked(text)))
 
     def close(self) -> None:
         """Close the connection; the log cannot be used any more."""
@@ -180,6 +167,10 @@ class FailureLog:
 
 def _key(number: int) -> str:
     return f"failure {number}"
+
+
+def _unpacked(text: str) -> Failure:
+    return Failure.of_fields(json.loads(text))
 
 
 def unreachable(

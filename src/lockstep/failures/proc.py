@@ -8,7 +8,6 @@ anywhere, and nothing is left behind when the process is killed.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.errors import InspectionError
@@ -32,12 +31,10 @@ class Status:
 
     state: str
     """R: running, S: sleeping, D: sleeping uninterruptibly, T: stopped, t: held by a debugger, Z: ended."""
-    user: int
     numbers: tuple[int, ...]
     """The process's number here, and in each container that it is in; the last is the one that it sees itself."""
     caught: int
     ignored: int
-    blocked: int
     pending: int
 
     @property
@@ -70,11 +67,9 @@ def status_of(pid: int) -> Status:
         raise InspectionError(f"there is no process {pid} on this host; it may have ended")
     return Status(
         state=fields["State"][0],
-        user=int(fields["Uid"].split()[1]),
         numbers=tuple(int(number) for number in fields.get("NSpid", str(pid)).split()),
         caught=int(fields["SigCgt"], 16),
         ignored=int(fields["SigIgn"], 16),
-        blocked=int(fields["SigBlk"], 16),
         pending=int(fields["ShdPnd"], 16),
     )
 
@@ -121,15 +116,10 @@ def may_look_into(pid: int) -> bool:
 def _fields(path: str) -> dict[str, str] | None:
     try:
         with open(path) as file:
-            return dict(_pairs(file))
+            pairs = [line.partition(":") for line in file]
     except (FileNotFoundError, ProcessLookupError):
         return None
-
-
-def _pairs(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
-    for line in lines:
-        name, _, value = line.partition(":")
-        yield name, value.strip()
+    return {name: value.strip() for name, _, value in pairs}
 
 
 def _listing(path: str) -> list[str]:

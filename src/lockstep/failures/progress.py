@@ -6,6 +6,7 @@ opened the page before can read it after this one was killed.
 """
 
 import contextlib
+import functools
 import mmap
 import os
 import struct
@@ -128,7 +129,7 @@ class Progress:
 
     @current_phase.setter
     def current_phase(self, phase: str) -> None:
-        self._bytes[_PHASE:_WAITS_FOR] = _phases.get(phase) or _padded(phase, _WAITS_FOR - _PHASE)
+        self._bytes[_PHASE:_WAITS_FOR] = _padded(phase, _WAITS_FOR - _PHASE)
         self._times[_CHANGED_AT] = time.monotonic()
 
     @contextlib.contextmanager
@@ -141,16 +142,15 @@ class Progress:
         self._bytes[_PHASE:_WAITS_FOR] = before
         self._times[_CHANGED_AT] = time.monotonic()
 
-    def waiting(self, what: str) -> "_Waiting":
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
         """Mark the rank, inside the block, as waiting for the others in a collective of this library."""
-        return _Waiting(self, what)
-
-    def _wait_begins(self, what: str) -> None:
         self._bytes[_WAITS_FOR:_END] = _padded(what, _END - _WAITS_FOR)
         self._times[_WAITS_SINCE_AT] = time.monotonic()
-
-    def _wait_ends(self) -> None:
-        self._times[_WAITS_SINCE_AT] = 0.0
+        try:
+            yield
+        finally:
+            self._times[_WAITS_SINCE_AT] = 0.0
 
     def read(self) -> Snapshot:
         """Return the content of the page."""
@@ -180,22 +180,6 @@ class Progress:
         self._bytes = memory
         self._words = memory.cast("Q")
         self._times = memory.cast("d")
-
-
-class _Waiting:
-    """The context manager of :meth:`Progress.waiting`; faster than a generator, since every step uses it."""
-
-    __slots__ = ("_progress", "_what")
-
-    def __init__(self, progress: Progress, what: str) -> None:
-        self._progress = progress
-        self._what = what
-
-    def __enter__(self) -> None:
-        self._progress._wait_begins(self._what)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress._wait_ends()
 
 
 class Page:
@@ -275,6 +259,7 @@ def _read(page: bytes) -> Snapshot:
     return Snapshot(run, pid, thread, rank, world, step, phase, started, changed, waits_for, waits_since)
 
 
+@functools.lru_cache(256)
 def _padded(text: str, size: int) -> bytes:
     """Return as many whole characters as fit, padded with zeros."""
     data = text.encode()[: size - 1].decode(errors="ignore").encode()
@@ -328,7 +313,6 @@ def _phase_of_file(file: str) -> str | None:
 
 # ----------------------------------------------------------------------------------------------- all pages
 
-_phases = {str(phase): _padded(phase, _WAITS_FOR - _PHASE) for phase in Phase}
 _all: "weakref.WeakSet[Progress]" = weakref.WeakSet()
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from lockstep import network
 from lockstep.errors import CommunicationError
-from lockstep.store import BoundedStore, StoreLostError, address_towards
+from lockstep.store import BoundedStore, address_towards
 
 LOOK_SECONDS = 0.05
 """Seconds between two looks of a rank that waits for its neighbours."""
@@ -52,10 +52,6 @@ class Place:
     ip: str
     """An address at which the previous rank reaches it."""
     port: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as they are sent."""
-        return asdict(self)
 
 
 class Connection:
@@ -87,8 +83,9 @@ class Connection:
         return self.fileno() >= 0
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message as soon as there is room; drop it if the neighbour is gone."""
-        data = json.dumps(message).encode()
+        """Send a message, whose values may be dataclasses, as soon as there is room; drop it if the neighbour is
+        gone."""
+        data = json.dumps(message, default=asdict).encode()
         self._outgoing += _LENGTH.pack(len(data)) + data
         self.flush()
 
@@ -119,7 +116,8 @@ class Connection:
                 gone = True
                 break
             self._incoming += data
-        return list(self._messages()), gone
+        messages = list(self._messages())
+        return messages, gone or not self.is_open
 
     def _note(self, error: OSError) -> None:
         """Record an error of the link: the system reports each error once, to the next send or receive."""
@@ -148,35 +146,32 @@ class Connection:
         self._socket.close()
 
 
-class NeighbourHasEndedError(CommunicationError):
-    """The process of a neighbour ended before it had met this one."""
+class NotMetError(CommunicationError):
+    """A rank has not met this one: its process has ended, or it did not come in time."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the process of rank {rank} has ended before it had met the others")
+    def __init__(self, rank: int, message: str = "") -> None:
+        """Describe a rank that did not come by a ``message``, which is empty for one that has ended."""
+        super().__init__(message or f"the process of rank {rank} has ended before it had met the others")
         self.rank = rank
-
-
-class RankHasNotComeError(CommunicationError):
-    """A rank did not come to meet the others in time."""
-
-    def __init__(self, rank: int, message: str) -> None:
-        super().__init__(message)
-        self.rank = rank
+        self.has_ended = not message
 
 
 class Meeting:
-    """The neighbours of one rank, before they are connected.
+    """The neighbours of a ``rank``, by their order in ``ranks``, before they are connected.
 
     A rank first writes on which host it is. It listens on the loopback interface if the previous rank is on the same
     host, else at an address that the previous rank can reach.
     """
 
-    def __init__(self, bounded_store: BoundedStore, rank: int, world: int, host: str, link_timeout: float) -> None:
+    def __init__(
+        self, bounded_store: BoundedStore, rank: int, ranks: Sequence[int], host: str, link_timeout: float
+    ) -> None:
         self._bounded_store = bounded_store
         self._rank = rank
-        self._world = world
-        self._next = (rank + 1) % world
-        self._previous = (rank - 1) % world
+        self._ranks = ranks
+        place = ranks.index(rank)
+        self._next = ranks[(place + 1) % len(ranks)]
+        self._previous = ranks[place - 1]
         self._link_timeout = link_timeout
         self._listener: socket.socket | None = None
         self._secret = secrets.token_hex(16)
@@ -188,15 +183,15 @@ class Meeting:
         self._own = Place(
             host, socket.gethostname(), os.getpid(), network.chosen_address() or address_towards(bounded_store.raw)
         )
-        bounded_store.set(_HOST.format(rank), json.dumps(self._own.to_json()))
+        bounded_store.set(_HOST.format(rank), json.dumps(asdict(self._own)))
 
     def connect(
         self, timeout: float, check: Callable[[], object]
     ) -> tuple[tuple[Connection, Connection], socket.socket, Place]:
         """Return connections to the next and the previous rank, the listening socket, and its place.
 
-        Calls ``check`` regularly, which may raise. Raises :class:`NeighbourHasEndedError`, and after
-        ``timeout`` seconds :class:`RankHasNotComeError`, or :class:`CommunicationError` if all have come.
+        Calls ``check`` regularly, which may raise. Raises :class:`NotMetError`, or :class:`CommunicationError` if all
+        have come, but are not connected after ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         following: Connection | None = None
@@ -209,10 +204,8 @@ class Meeting:
                     check()
                     if time.monotonic() > deadline:
                         raise self._missing(timeout)
-        except BaseException as error:
+        except BaseException:
             self._strangers += filter(None, (following, preceding))  # closed later, when others can read the reason
-            if isinstance(error, StoreLostError):
-                raise store_lost(self._rank, self._world, error) from error
             raise
         listener, self._listener = self._listener, None
         assert listener is not None
@@ -240,7 +233,7 @@ class Meeting:
         try:
             connected = socket.create_connection(where, timeout=CONNECT_SECONDS)
         except ConnectionRefusedError as error:
-            raise NeighbourHasEndedError(self._next) from error
+            raise NotMetError(self._next) from error
         except OSError as error:  # the host does not answer, or not yet
             self._trouble = f"rank {self._next} cannot be reached at {where[0]}:{where[1]} ({error})"
             return None
@@ -257,9 +250,7 @@ class Meeting:
         self._listener = socket.create_server((ip, 0), family=network.family_of(ip), backlog=16)
         self._listener.setblocking(False)
         self._own = replace(self._own, ip=ip, port=self._listener.getsockname()[1])
-        self._bounded_store.set(
-            _ADDRESS.format(self._rank), json.dumps({**self._own.to_json(), "secret": self._secret})
-        )
+        self._bounded_store.set(_ADDRESS.format(self._rank), json.dumps(asdict(self._own) | {"secret": self._secret}))
 
     def _ip_towards(self, other: str) -> str:
         """Return the address of this host that is reachable from another host, whose address is given."""
@@ -284,16 +275,16 @@ class Meeting:
         select.select(waiting, [], [], LOOK_SECONDS)
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._strangers.append(Connection(self._listener.accept()[0], -1, self._link_timeout))
+                self._strangers.append(Connection(self._listener.accept()[0], self._previous, self._link_timeout))
+        expected = json.dumps({"rank": self._previous, "secret": self._secret})
         for each in list(self._strangers):
             try:
                 hello, gone = each.receive()
-            except ValueError:  # no rank sends this
+            except (ValueError, RecursionError):  # no rank sends this
                 hello, gone = [], True
             if hello or gone:
                 self._strangers.remove(each)
-                if hello and _is_rank(hello[0], self._previous, self._secret):
-                    each.peer = self._previous
+                if hello and hmac.compare_digest(json.dumps(hello[0]), expected):
                     return each
                 each.close()
         self._probe_previous()
@@ -302,7 +293,7 @@ class Meeting:
     def _probe_previous(self) -> None:
         """Raise if the previous rank no longer listens: unless it has connected by then, it has ended."""
         if self._suspect:
-            raise NeighbourHasEndedError(self._previous)
+            raise NotMetError(self._previous)
         address = self._place_of(self._previous, _ADDRESS)
         if address is None or time.monotonic() < self._probed + PROBE_SECONDS:
             return
@@ -311,10 +302,10 @@ class Meeting:
         self._suspect = reach([(address["ip"], address["port"])], LOOK_SECONDS) == [Reach.REFUSES]
 
     def _missing(self, timeout: float) -> CommunicationError:
-        missing = [rank for rank in range(self._world) if self._place_of(rank, _HOST) is None]
+        missing = [rank for rank in self._ranks if self._place_of(rank, _HOST) is None]
         if missing:
-            return RankHasNotComeError(missing[0], absent(missing, self._world, timeout))
-        text = f"not all of {self._world} ranks had connected to each other after {timeout:g} s"
+            return NotMetError(missing[0], absent(missing, len(self._ranks), timeout))
+        text = f"not all of {len(self._ranks)} ranks had connected to each other after {timeout:g} s"
         if self._trouble:
             text += f". {self._trouble}: look at the network between the hosts, or {network.SET_INTERFACE}"
         return CommunicationError(text)
@@ -391,7 +382,3 @@ def store_lost(rank: int, world: int, error: BaseException) -> CommunicationErro
         f"rank {rank}: the process that hosts the store has ended before all {world} ranks had met: that is rank 0, "
         f"unless a launcher hosts it. Look at its errors ({gist})"
     )
-
-
-def _is_rank(hello: dict[str, Any], rank: int, secret: str) -> bool:
-    return hello.get("rank") == rank and hmac.compare_digest(str(hello.get("secret")), secret)

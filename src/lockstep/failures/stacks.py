@@ -87,12 +87,11 @@ def own_stack(ident: int) -> Thread | None:
     return Thread(ident, "", tuple(walked[::-1]))
 
 
-def _frame(summary: traceback.FrameSummary) -> Frame:
-    return Frame(summary.filename, summary.lineno or 0, summary.name)
-
-
 class _Answering:
-    """Makes this process answer questions for its stacks for as long as any part of it wants that."""
+    """Lets this process be asked for its stacks with :func:`ask` inside the block, on Linux; elsewhere does nothing.
+
+    A process that is forked meanwhile cannot be asked unless it calls this itself. May be nested, in any threads.
+    """
 
     def __init__(self) -> None:
         self._forget()
@@ -104,17 +103,19 @@ class _Answering:
         self._signal = 0
         self._fd = -1
 
-    def begin(self) -> None:
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
         with self._lock:
             self._wanted += 1
             if self._wanted == 1 and proc.available():
                 self._install()
-
-    def end(self) -> None:
-        with self._lock:
-            self._wanted -= 1
-            if self._wanted == 0 and self._signal:
-                self._uninstall()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted -= 1
+                if self._wanted == 0 and self._signal:
+                    self._uninstall()
 
     def _install(self) -> None:
         own = proc.status_of(os.getpid())
@@ -141,20 +142,7 @@ class _Answering:
         self._forget()
 
 
-_answering = _Answering()
-
-
-@contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """Let this process be asked for its stacks with :func:`ask` inside the block, on Linux; elsewhere do nothing.
-
-    A process that is forked meanwhile cannot be asked unless it calls this itself. May be nested, in any threads.
-    """
-    _answering.begin()
-    try:
-        yield
-    finally:
-        _answering.end()
+answering = _Answering()
 
 
 # ---------------------------------------------------------------------------------- of another process

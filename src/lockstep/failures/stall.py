@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +187,6 @@ class Answer:
         more.update(compiles=compiles(thread), stack=thread.innermost(FRAMES), place=place)
         return cls(seen.rank, seen.pid, seen.step, phase, idle, waits_for, **more)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as they are sent."""
-        return asdict(self)
-
     def line(self) -> str:
         """Return where the rank is, in one line."""
         if self.step is None:
@@ -298,7 +294,8 @@ class StallWatch:
         self._deadline = Deadline(self._limits)
         self._answer_seconds = min(10.0, max(0.5, self._limits.minimum / 6))
         self._others_hold_off = 3 * self._answer_seconds
-        self._wait = _Wait()
+        self._waits_in: tuple[str, int | None, int] = ("", None, 0)
+        self._waits_since = 0.0
         self._ask_again = 0.0
         self._answers: dict[int, Answer] = {}
         self._inquiry = ""
@@ -337,7 +334,7 @@ class StallWatch:
         seen, now = self._progress.read(), time.monotonic()
         begun = self._begun()
         self._deadline.observe(seen.step or begun or 0, now)
-        waited = self._wait.seconds(seen, begun, now)
+        waited = self._waited(seen, begun, now)
         if waited <= self._deadline.seconds(seen.phase) or now < self._ask_again:
             return
         answers = self._inquire(self._answer_seconds)
@@ -351,6 +348,20 @@ class StallWatch:
             self._ask_again = time.monotonic() + self._limits.minimum + self._others_hold_off
             return
         self._channel.report(stalled(found, answers, own, waited, self._deadline.explain(found.phase or seen.phase)))
+
+    def _waited(self, seen: Snapshot, begun: int | None, now: float) -> float:
+        """Return the seconds that this rank has waited in its present collective, 0 if it does not wait.
+
+        A collective of the program counts from when it was first seen here.
+        """
+        if seen.waits_for:
+            return now - seen.waits_since
+        thread = own_stack(seen.thread)
+        waits_in = (collective_of(thread) if thread is not None else "", begun, seen.step)
+        if waits_in != self._waits_in:
+            self._waits_in = waits_in
+            self._waits_since = now
+        return now - self._waits_since if waits_in[0] else 0.0
 
     def _is_too_late(self, found: Answer, waited: float) -> bool:
         if found.compiles or (found.phase and found.phase not in PHASES_OF_A_STEP):
@@ -402,7 +413,7 @@ class StallWatch:
     def _asked(self, message: dict[str, Any]) -> None:
         """Answer another rank that asks; it will report what it finds, so this rank need not ask for a while."""
         self._ask_again = time.monotonic() + self._others_hold_off
-        self._channel.tell("answer", inquiry=message["inquiry"], answer=self._own_answer().to_json())
+        self._channel.tell("answer", inquiry=message["inquiry"], answer=self._own_answer())
 
     def _asked_to_look(self, message: dict[str, Any]) -> None:
         """Look at ranks of this host for another rank: the first one here that can answers for those that cannot."""
@@ -414,7 +425,7 @@ class StallWatch:
     def _tell_of(self, ranks: list[int], inquiry: str) -> None:
         for rank in ranks:
             answer = seen_from_outside(self._channel, rank, self._answer_seconds)
-            self._channel.tell("answer", inquiry=inquiry, answer=answer.to_json())
+            self._channel.tell("answer", inquiry=inquiry, answer=answer)
 
     def _answered(self, message: dict[str, Any]) -> None:
         self._note(Answer(**message["answer"]), message["inquiry"])
@@ -424,25 +435,6 @@ class StallWatch:
             if inquiry == self._inquiry:
                 self._answers.setdefault(answer.rank, answer)
                 self._changed.notify_all()
-
-
-class _Wait:
-    """The time that this rank has waited in its present collective, this library's or the program's own."""
-
-    def __init__(self) -> None:
-        self._where: tuple[str, int | None, int] = ("", None, 0)
-        self._since = 0.0
-
-    def seconds(self, seen: Snapshot, begun: int | None, now: float) -> float:
-        """Return 0 if the rank does not wait. A collective of the program counts from when it was first seen here."""
-        if seen.waits_for:
-            return now - seen.waits_since
-        thread = own_stack(seen.thread)
-        where = (collective_of(thread) if thread is not None else "", begun, seen.step)
-        if where != self._where:
-            self._where = where
-            self._since = now
-        return now - self._since if where[0] else 0.0
 
 
 def seen_from_outside(channel: FailureChannel, rank: int, seconds: float) -> Answer:

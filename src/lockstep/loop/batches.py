@@ -116,7 +116,7 @@ class Batches(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         if not torch.is_grad_enabled():
             return self._start()
-        return self._in_turn(self._looking_ahead() if self._looks_ahead else self._of_known_lengths())
+        return self._in_turn(self._in_order())
 
     def _start(self) -> Iterator[B]:
         """Iterate over the loader; its workers survive a signal that asks all processes to stop."""
@@ -133,56 +133,40 @@ class Batches(Generic[B]):
                     active = [rank for rank, (length, _) in enumerate(rows) if length > number] if uneven else None
                     each.next_batch(loop, ends, uneven, active)
                 self._note_padding(is_padding or any(each.is_padding for each in decisions))
-                if not is_padding:
-                    yield batch
-                    continue
                 with ExitStack() as stack:
-                    for scheduler in self._schedulers:
+                    for scheduler in self._schedulers if is_padding else ():
                         stack.enter_context(scheduler.padding_batch())
                     yield batch
 
     def _note_padding(self, is_padding: bool) -> None:
         self._is_padding = is_padding
 
-    def _of_known_lengths(self) -> Iterator[tuple[B, bool, bool, bool]]:
-        """Yield each batch, and True if it is padding, if it is the rank's last, and if some rank has run out."""
+    def _in_order(self) -> Iterator[tuple[B, bool, bool, bool]]:
+        """Yield each batch, and True if it is padding, if it is the rank's last, and if some rank may have run out."""
         iterator = self._start()
         batch: Any = self._padding
+        first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
+        if self._looks_ahead:
+            own = self._own if self._own >= 0 else int(first is not _NOTHING)
+            self._rows = [_agree_on_lengths(own, batch is not None, each.decisions) for each in self._schedulers]
+            if not any(length for each in self._rows for length, _ in each):
+                return
         shortest, longest = min(self._lengths), max(self._lengths)
-        for number in range(longest):
-            if number < self._own:
-                batch = next(iterator, _NOTHING)
-                self._check_length(batch is not _NOTHING, number)
-                last = number == self._own - 1
-                again = _copy(batch) if last and self._own < longest else _NOTHING
-                yield batch, False, last, number >= shortest
-                batch = again
-            else:
-                again = _copy(batch)
-                yield batch, True, True, True
-                batch = again
-        self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
+        own_batches = self._counted(iterator) if self._own >= 0 else _with_last(first, iterator)
+        for number, (given, last) in enumerate(own_batches):
+            again = _copy(given) if last and (self._looks_ahead or self._own < longest) else _NOTHING
+            yield given, False, last, self._may_be_empty if self._looks_ahead else number >= shortest
+            batch = again
+        for _ in self._until_all_have_ended() if self._looks_ahead else range(self._own, longest):
+            again = _copy(batch)
+            yield batch, True, True, True
+            batch = again
+        if self._own >= 0:
+            self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
 
     def _check_length(self, holds: bool, number: int) -> None:
         if not holds:
             self._fail(f"the loader has a length of {self._own}, and has given {number} batches")
-
-    def _looking_ahead(self) -> Iterator[tuple[B, bool, bool, bool]]:
-        """Yield the same values as :meth:`_of_known_lengths`, if some rank does not know its number of batches."""
-        iterator = self._start()
-        batch: Any = self._padding
-        first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
-        own = self._own if self._own >= 0 else int(first is not _NOTHING)
-        self._rows = [_agree_on_lengths(own, batch is not None, each.decisions) for each in self._schedulers]
-        if not any(length for each in self._rows for length, _ in each):
-            return
-        for given, last in self._counted(iterator) if self._own >= 0 else _with_last(first, iterator):
-            again = _copy(given) if last else _NOTHING
-            yield given, False, last, self._may_be_empty
-            batch = again
-        yield from self._until_all_have_ended(batch)
-        if self._own >= 0:
-            self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
 
     def _counted(self, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
         """Yield the batches of a loader with a length, and True for the last one.
@@ -194,17 +178,15 @@ class Batches(Generic[B]):
             self._check_length(batch is not _NOTHING, number)
             yield batch, number == self._own - 1
 
-    def _until_all_have_ended(self, batch: Any) -> Iterator[tuple[B, bool, bool, bool]]:
-        """Yield the last batch, repeatedly, while some rank has others."""
+    def _until_all_have_ended(self) -> Iterator[None]:
+        """Yield for each batch that some other rank may have after this rank's last."""
         decisions = self._schedulers[0].decisions
         if len(self._lengths) == 1:
             return
         waited = 0
         while not decisions.all_have_ended:
             rounds = [each.rounds for each in self._schedulers]
-            again = _copy(batch)
-            yield batch, True, True, True
-            batch = again
+            yield
             waited = waited + 1 if rounds == [each.rounds for each in self._schedulers] else 0
             if waited == _NO_ROUNDS:
                 self._fail(f"this rank has run out, and has gone through {waited} batches without a synchronisation")

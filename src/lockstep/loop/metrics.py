@@ -126,15 +126,23 @@ def _sum(values: Any, own: float, caller: str, decisions: Decisions) -> _Sums:
     tree = Tree(values, "values" if caller == "mean" else "counts")
     parts = [_part(leaf, caller) for leaf in tree.leaves]
     lines = [Line(leaf.path, part.kind) for leaf, part in zip(tree.leaves, parts, strict=True)]
+    problems = [
+        f"{line.name}, a {line.value}; pass numbers, tensors, or containers of them"
+        for line, part in zip(lines, parts, strict=True)
+        if not part.is_number
+    ]
     if not 0 <= own < float("inf"):
-        lines.append(Line(f"the weight given to {caller}()", f"{own}, expected a finite number, 0 or more"))
+        expected = f"{own}, expected a finite number, 0 or more"
+        problems.insert(0, f"a weight of {expected}")
+        lines.append(Line(f"the weight given to {caller}()", expected))
     with torch.no_grad():
         numbers = [part.values.to(collectives.device) for part in parts if own]
         flat = torch.zeros(sum(part.values.numel() for part in parts), dtype=torch.float64, device=collectives.device)
         if numbers:
             torch.cat(numbers, out=flat)
         sums, weights = _sums(flat.mul_(own), own, lines, caller, collectives, decisions)
-    _check(lines, parts, caller)
+    if problems:  # the same on all ranks, or the sums would have raised
+        raise OptionError(f"{caller}() got {problems[0]}")
     return _Sums(tree, parts, sums, weights)
 
 
@@ -205,14 +213,3 @@ def _raise_difference(lines: Sequence[Line], other: int, caller: str, collective
 
 def _text(line: Line) -> str:
     return f"{line.name} (a {line.value})" if line.value else line.name
-
-
-def _check(lines: Sequence[Line], parts: Sequence[_Part], caller: str) -> None:
-    """Raise for an error that is the same on all ranks."""
-    if len(lines) > len(parts):
-        raise OptionError(f"{caller}() got a weight of {lines[-1].value}")
-    for line, part in zip(lines, parts, strict=True):
-        if not part.is_number:
-            raise OptionError(
-                f"{caller}() got {line.name}, a {line.value}; pass numbers, tensors, or containers of them"
-            )

@@ -106,17 +106,14 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
 
     Stands for: an ``all_reduce`` of a flag in each step, before backward.
     """
-    steps = RunAll()
-    for scheduler in _schedulers(modules, group, "skip_batch"):
-        if not list(scheduler.modules):
-            raise OptionError(
-                "skip_batch() has nothing to leave out: no module takes part in rounds of this process group. Pass the "
-                "replicated module, skip_batch(model), before its first backward; with shares a batch cannot be left "
-                "out: let an error leave the loop over its shares on all ranks"
-            )
-        with steps:
-            scheduler.skip_batch()
-    steps.end()
+    schedulers = _schedulers(modules, group, "skip_batch")
+    if not all(list(scheduler.modules) for scheduler in schedulers):
+        raise OptionError(
+            "skip_batch() has nothing to leave out: no module takes part in rounds of this process group. Pass the "
+            "replicated module, skip_batch(model), before its first backward; with shares a batch cannot be left "
+            "out: let an error leave the loop over its shares on all ranks"
+        )
+    _skip(schedulers)
 
 
 def skipped(*modules: Module, group: Group | None = None) -> bool:
@@ -162,11 +159,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
         try:
             yield
         except kinds:
-            steps = RunAll()
-            for scheduler in schedulers:
-                with steps:
-                    scheduler.skip_batch()
-            steps.end()
+            _skip(schedulers)
     for scheduler, buffers in zip(schedulers, kept, strict=True):
         if scheduler.decisions.skipped:
             for each in buffers:
@@ -192,6 +185,14 @@ def agree(flag: object, group: Group | None = None) -> bool:
     agreed, stops = numbers.tolist()
     decisions.hear_requests(bool(stops))
     return bool(agreed)
+
+
+def _skip(schedulers: Sequence[GroupScheduler]) -> None:
+    steps = RunAll()
+    for scheduler in schedulers:
+        with steps:
+            scheduler.skip_batch()
+    steps.end()
 
 
 def _schedulers(modules: Sequence[Module], group: Group | None, caller: str) -> list[GroupScheduler]:

@@ -5,8 +5,10 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,11 +19,12 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep import network
 from lockstep.errors import CommunicationError
 from lockstep.session.environment import Environment
-from lockstep.store import StoreLostError, bounded
+from lockstep.store import BoundedStore, StoreLostError, bounded, own_connection
 from lockstep.user_folder import user_folder
 
 CONNECT_SECONDS = 0.1
@@ -30,6 +33,9 @@ TELL_SECONDS = 5.0
 """Seconds after which a rank says that it still waits for the store."""
 RESOLVE_SECONDS = 30.0
 """Seconds for which an unknown host name may become known: a cluster that has just started a host may need that."""
+
+LOOK_SECONDS = 0.02
+"""Seconds between two looks of rank 0 for processes that have come."""
 
 _log = logging.getLogger("lockstep")
 
@@ -77,7 +83,7 @@ def _publishing(path: Path, timeout: float) -> Iterator[Callable[[int], None]]:
     The file that a killed process has left is never locked again.
     """
     deadline = time.monotonic() + timeout
-    while _owner_lives(path):
+    while _port_in(path) is not None:
         if time.monotonic() > deadline:
             raise CommunicationError(f"another process is rank 0 of the same run: it has locked {path}")
         time.sleep(CONNECT_SECONDS)
@@ -96,19 +102,13 @@ def _publishing(path: Path, timeout: float) -> Iterator[Callable[[int], None]]:
             path.unlink(missing_ok=True)
 
 
-def _owner_lives(path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError), open(path) as file:
-        return _is_locked(file)
-    return False
-
-
 def _published_port(path: Path, environment: Environment, timeout: float) -> int:
     """Wait until rank 0 has published its port, and return it."""
     begin, told = time.monotonic(), False
     while True:
-        with contextlib.suppress(FileNotFoundError), open(path) as file:
-            if _is_locked(file):  # else it is of a process that has ended
-                return int(file.read())
+        port = _port_in(path)
+        if port is not None:
+            return port
         waited = time.monotonic() - begin
         if waited > timeout:
             raise CommunicationError(
@@ -123,13 +123,14 @@ def _published_port(path: Path, environment: Environment, timeout: float) -> int
         time.sleep(CONNECT_SECONDS)
 
 
-def _is_locked(file: Any) -> bool:
-    """Return True if another process holds the lock of a file."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
+def _port_in(path: Path) -> int | None:
+    """Return the port in a file that another process has locked; a process that has ended does not lock its file."""
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read())
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------- at an address
@@ -228,3 +229,59 @@ def _hint(environment: Environment) -> str:
                 "address (under torchrun by --local-addr there)"
             )
     return ""
+
+
+# ------------------------------------------------------------------------------------------- ranks that start again
+
+
+@contextlib.contextmanager
+def part_of_incarnation(store: Any, rank: int, world: int, timeout: float) -> Iterator[Any]:
+    """Yield a part of the store that only the ranks of this start use; all have to meet inside the block.
+
+    ``torchrun`` hosts one store for all its restarts, so the keys of killed processes are still there. It does not tell
+    how often it has started the ranks: each host counts its own restarts. So each process draws a random number, and
+    rank 0 gives a token, the name of a new part of the store, to each number that it finds. A token for a process that
+    has ended is never read.
+
+    Communicates two values of each rank through the store. Raises :class:`CommunicationError` if rank 0 does not come
+    within ``timeout`` seconds.
+    """
+    # Rank 0 answers the others while it uses the store itself.
+    bounded = BoundedStore(store if rank else own_connection(store, timeout), timeout)
+    try:
+        if rank:
+            yield PrefixStore(_ask(bounded, rank, world, timeout), store)
+            return
+        token, met = secrets.token_hex(8), threading.Event()
+        thread = threading.Thread(target=_serve, args=(bounded, world, token, met), name="lockstep meets", daemon=True)
+        thread.start()
+        try:
+            yield PrefixStore(token, store)
+        finally:
+            met.set()
+            thread.join()
+    finally:
+        bounded.close()
+
+
+def _ask(bounded_store: BoundedStore, rank: int, world: int, timeout: float) -> str:
+    number = secrets.token_hex(8)
+    bounded_store.set(f"of rank {rank}", number)
+    if not bounded_store.wait([number], timeout):
+        raise CommunicationError(
+            f"rank {rank}: rank 0 of {world} has not come within {timeout:g} s; look at the errors of that process"
+        )
+    return bounded_store.get(number)
+
+
+def _serve(bounded_store: BoundedStore, world: int, token: str, met: threading.Event) -> None:
+    """Give the token to each number that appears, until all ranks have met; some numbers belong to killed processes."""
+    keys, served = [f"of rank {rank}" for rank in range(1, world)], set[str]()
+    while True:
+        with contextlib.suppress(StoreLostError):  # it may answer again; whoever waits for it hears if it does not
+            for key in keys:
+                if bounded_store.check([key]) and (number := bounded_store.get(key)) not in served:
+                    bounded_store.set(number, token)
+                    served.add(number)
+        if met.wait(LOOK_SECONDS):
+            return

@@ -3,12 +3,13 @@
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints import history
-from lockstep.checkpoints.behind import WriteBehind
 from lockstep.checkpoints.crash_loops import Batch, CrashLoops
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.memory import MemoryFolder
@@ -56,7 +57,8 @@ class RunState:
         self._timeout = timeout
         self._paths: dict[Path, _OfPath] = {}
         self._paces: dict[str, Pace] = {}
-        self._behind = WriteBehind()
+        self._in_flight: Future[None] | None = None
+        """The save that a thread writes behind the training, or its error."""
         self._copies = HostCopies()
         self._ended = False
         self._start = ""
@@ -65,16 +67,37 @@ class RunState:
 
     def save(self, path: Path, keep: int, step: int, state: dict[str, Any], *, wait: bool) -> Path:
         """See :meth:`Session.save`."""
-        self._behind.wait()
+        self._wait_for_save()
         known, ranks = self._of(path), Ranks(self._group)
         saving = Saving(path, FileSystem(), ranks, known.newest)
         saving.begin(state, keep, step, copies=None if wait else self._copies)
         if wait:
             saving.write(ranks)
         else:
-            self._behind.start(saving, self._ranks_behind(ranks))
+            self._write_behind(saving, self._ranks_behind(ranks))
         known.newest = known.on_disk = saving.number
         return saving.folder
+
+    def _write_behind(self, saving: Saving, ranks: Callable[[], Ranks]) -> None:
+        """Write a save on a thread, where ``ranks`` returns the ranks, which do not use the group."""
+        self._in_flight = written = Future[None]()
+
+        def write() -> None:
+            try:
+                saving.write(ranks())
+            except BaseException as error:
+                written.set_exception(error)
+            else:
+                written.set_result(None)
+
+        # A daemon: an interpreter that ends would wait for any other thread; a session waits by itself.
+        threading.Thread(target=write, name="lockstep saves", daemon=True).start()
+
+    def _wait_for_save(self) -> None:
+        """Wait until no save is in flight; raise the error of the last one, if it has failed, once."""
+        written, self._in_flight = self._in_flight, None
+        if written is not None:
+            written.result()
 
     def _ranks_behind(self, ranks: Ranks) -> Callable[[], Ranks]:
         """Return a function that makes the ranks for a save on another thread; counts the saves, alike on all ranks."""
@@ -111,7 +134,7 @@ class RunState:
         self, path: Path, state: dict[str, Any], give_up_after: int | None = None, *, skip_poison: bool = False
     ) -> Resumed | None:
         """See :meth:`Session.resume`."""
-        self._behind.wait()
+        self._wait_for_save()
         memory, ranks = MemoryFolder.of(path), Ranks(self._group)
         loops = None
         if memory is not None:
@@ -165,7 +188,7 @@ class RunState:
         up."""
         self._ended = error is not None
         if error is None:
-            self._behind.wait()
+            self._wait_for_save()
 
     def close(self, *, remove: bool, unless_newer: bool = False) -> None:
         """Release the memory of snapshots; with ``unless_newer``, keep a snapshot that is newer than all

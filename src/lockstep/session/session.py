@@ -5,10 +5,10 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from lockstep.failures.channel import LINK_SECONDS
 from lockstep.failures.failure import peer_failure_in
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
+from lockstep.loop.stop_and_skip import groups_of
 from lockstep.seeds import derive_seed
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.run_state import RunState
@@ -34,30 +35,24 @@ from lockstep.wrapper import naming_options
 T = TypeVar("T")
 
 
-class CountedBatches(Generic[T]):
+class CountedBatches(loop.Batches[T]):
     """The iterable that ``run.batches()`` returns. Its length, if it has one, is the same on all ranks."""
 
-    def __init__(self, batches: loop.Batches[T], progress: Progress, check: Callable[[], object]) -> None:
-        self._batches = batches
+    def __init__(
+        self,
+        loader: Iterable[T],
+        groups: Sequence[Group],
+        padding: T | None,
+        progress: Progress,
+        check: Callable[[], object],
+    ) -> None:
+        super().__init__(loader, groups, padding)
         self._progress = progress
         self._check = check
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    @property
-    def is_padding(self) -> bool:
-        """True if the present batch counts nothing, because this rank has run out of batches."""
-        return self._batches.is_padding
-
-    @property
-    def weight(self) -> float:
-        """The weight of the batch: 1, or 0 if the rank has run out of batches."""
-        return self._batches.weight
-
     def __iter__(self) -> Iterator[T]:
         progress, trains = self._progress, torch.is_grad_enabled()
-        before, batches = progress.current_phase, iter(self._batches)
+        before, batches = progress.current_phase, super().__iter__()
         if before in PHASES_OF_A_STEP:  # left by an evaluation, which ends with a forward
             before = Phase.TRAINING
         while True:
@@ -140,8 +135,8 @@ class Session:
         For type checkers a batch has the type that the loader's iterator yields. For PyTorch's ``DataLoader`` that is
         ``Any``: annotate the loader as ``Iterable[tuple[Tensor, Tensor]]``, for example, to get a type.
         """
-        batches = loop.batches(loader, *modules, group=None if modules else self.group, padding=padding)
-        return CountedBatches(batches, self.progress, self.check)
+        groups = groups_of(modules, None if modules else self.group, "batches")
+        return CountedBatches(loader, groups, padding, self.progress, self.check)
 
     def agree(self, flag: object) -> bool:
         """Return True if the flag is true on any rank: :func:`lockstep.loop.agree` over the session's group."""
@@ -178,11 +173,9 @@ class Session:
         """True if any rank has skipped this batch, so that all have: :func:`lockstep.loop.skipped`."""
         return loop.skipped(group=self.group)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Name this rank's activity inside the block, such as ``evaluation``; errors on other ranks show the name."""
-        with self.progress.phase(name):
-            yield
+        return self.progress.phase(name)
 
     def save(
         self, path: "str | os.PathLike[str]", *, keep: int = 3, step: int | None = None, wait: bool = True, **state: Any

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from signal import Signals
@@ -30,8 +30,7 @@ from lockstep.failures.connections import Connections
 from lockstep.failures.progress import Progress
 from lockstep.failures.stall import StallLimits
 from lockstep.session.environment import Environment, read_local_rank
-from lockstep.session.incarnation import part_of_incarnation
-from lockstep.session.meeting import meeting_place
+from lockstep.session.meeting import meeting_place, part_of_incarnation
 from lockstep.session.stop_requests import STOP_SIGNALS
 from lockstep.session.watch import (
     Watch,
@@ -325,7 +324,7 @@ def _while_nobody_fails(
 
     Then ``give_up`` ends the wait, and ``undo`` is called if the group is made nevertheless.
     """
-    made: Future[None] = Future()
+    made: Future[Any] = Future()
     lock, given_up = threading.Lock(), False
     current = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
@@ -341,12 +340,11 @@ def _while_nobody_fails(
         except BaseException as error:
             made.set_exception(error)
 
-    awake = threading.Event()
-    channel.when_failed(lambda _: awake.set())
-    made.add_done_callback(lambda _: awake.set())
+    failed: Future[Any] = Future()
+    channel.when_failed(failed.set_result)
     threading.Thread(target=work, name="lockstep makes the group", daemon=True).start()
     with channel.progress.waiting("process group"):
-        awake.wait(timeout + ANSWER_SECONDS)
+        wait([made, failed], timeout + ANSWER_SECONDS, FIRST_COMPLETED)
     with lock:
         given_up = not made.done()
     if given_up:

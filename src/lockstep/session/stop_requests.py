@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -35,7 +35,9 @@ class StopRequests:
 
     Until :meth:`take_over`, signals have their usual effect. From then on the first signal is a request. A second
     SIGINT raises ``KeyboardInterrupt`` in the main thread; a third SIGINT, or a second SIGTERM, ends the process. Other
-    signals, which schedulers send as a notice, stay requests. :meth:`end` restores everything.
+    signals, which schedulers send as a notice, stay requests. A handler that the program had installed before is still
+    called, in the main thread. Signals that were ignored, or that C code handles, stay as they are. :meth:`end`
+    restores everything.
 
     Args:
         time_limit: seconds from now after which there is a request. None for no limit.
@@ -64,8 +66,12 @@ class StopRequests:
         self._name = name
         self._signals = signals
         self._reason: str | None = None
-        self._taken: TakenSignals | None = None
         self._tried = False
+        self._over = False
+        self._arrivals: list[tuple[int, float]] = []
+        self._before: dict[int, Any] = {}
+        self._wakeup_before = -1
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
 
     @property
     def requested(self) -> str | None:
@@ -96,81 +102,6 @@ class StopRequests:
                 stacklevel=3,
             )
             return
-        self._taken = TakenSignals(self._signals, self._heard, _interrupt)
-        self._taken.take()
-
-    def end(self) -> None:
-        """Restore the former effect of the signals."""
-        self._tried = True
-        if self._taken is not None:
-            self._taken.give_back()
-            self._taken = None
-
-    def _heard(self, number: int, times: int) -> None:
-        name = signal.Signals(number).name
-        if times > _BEFORE_THE_END.get(number, times):
-            _say(f"{self._name} has received {name} again, and ends at once")
-            os._exit(128 + number)
-        if self._reason is None:
-            _say(f"{self._name} has received {name}: training stops at the next step at which all ranks can")
-        self.request(name)
-
-
-def known_signals(numbers: Iterable[int], caller: str) -> tuple[signal.Signals, ...]:
-    """Return signals that a program can take over; raises :class:`OptionError` for anything else."""
-    try:
-        found = tuple(map(signal.Signals, numbers))
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"{caller}: stop_signals has what is no signal ({error}); give signal.SIGUSR1, ...") from None
-    for each in found:
-        if each in (signal.SIGKILL, signal.SIGSTOP):
-            raise OptionError(f"{caller}: stop_signals has {each.name}, which no program can take over")
-    return found
-
-
-def _interrupt(number: int, times: int) -> None:
-    if number == signal.SIGINT and times > 1:
-        raise KeyboardInterrupt
-
-
-def _say(text: str) -> None:
-    """Write a line straight to the descriptor: the main thread may hold the stream's lock."""
-    try:
-        os.write(sys.stderr.fileno(), f"lockstep: {text}\n".encode())
-    except (OSError, ValueError, AttributeError):  # there is no stderr, or it is not a file
-        return
-
-
-# ---------------------------------------------------------------------- signals that a program takes over for a while
-
-
-class TakenSignals:
-    """Signals that are taken over from :meth:`take` to :meth:`give_back`.
-
-    ``heard(signal, times)`` is called, from a thread of its own, as soon as a signal arrives, with the number of times
-    that it has arrived by now. A handler that the program had installed before is still called, in the main thread.
-    ``raising(signal, times)`` is called there, too, as Python calls handlers, and may raise.
-
-    Signals that were ignored, or that C code handles, stay as they are.
-    """
-
-    def __init__(
-        self,
-        signals: Iterable[int],
-        heard: Callable[[int, int], object],
-        raising: Callable[[int, int], object] = lambda number, times: None,
-    ) -> None:
-        self._signals = tuple(signals)
-        self._heard = heard
-        self._raising = raising
-        self._arrivals: list[tuple[int, float]] = []
-        self._before: dict[int, Any] = {}
-        self._wakeup_before = -1
-        self._over = False
-        self._sockets: tuple[socket.socket, socket.socket] | None = None
-
-    def take(self) -> None:
-        """Take over the signals. Call it in the main thread: no other thread can install handlers."""
         read, written = self._sockets = socket.socketpair()
         written.setblocking(False)
         self._thread = threading.Thread(target=self._listen, args=(read,), name="lockstep signals", daemon=True)
@@ -181,17 +112,17 @@ class TakenSignals:
             if before is not None and before != signal.SIG_IGN:
                 self._before[number] = before
                 signal.signal(number, self._called)
-        _taken.add(self)
+        _taken_over.add(self)
 
-    def give_back(self) -> None:
+    def end(self) -> None:
         """Restore handlers and wake-up descriptor, and end the thread; handlers that others installed since stay.
 
         Outside the main thread, that happens at the next signal, which then has its former effect.
         """
-        self._over = True
+        self._tried = self._over = True
         if self._sockets is None or threading.current_thread() is not threading.main_thread():
             return
-        _taken.discard(self)
+        _taken_over.discard(self)
         self._restore_handlers()
         read, written = self._sockets
         self._restore_wakeup(written.fileno())
@@ -226,6 +157,16 @@ class TakenSignals:
                     self._arrivals.append((number, time.monotonic()))
                     self._heard(number, self._times(number))
 
+    def _heard(self, number: int, times: int) -> None:
+        """Take a signal, which has arrived that many times by now, for a request; called at once, in the thread."""
+        name = signal.Signals(number).name
+        if times > _BEFORE_THE_END.get(number, times):
+            _say(f"{self._name} has received {name} again, and ends at once")
+            os._exit(128 + number)
+        if self._reason is None:
+            _say(f"{self._name} has received {name}: training stops at the next step at which all ranks can")
+        self.request(name)
+
     def _times(self, number: int) -> int:
         """Return the number of times that a signal has arrived by now."""
         times, last = 0, float("-inf")
@@ -237,13 +178,13 @@ class TakenSignals:
     def _called(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, in the main thread, as soon as that runs Python code."""
         before = self._before.get(number)
-        if self._over:  # another thread has called give_back()
-            self.give_back()
+        if self._over:  # another thread has called end()
+            self.end()
             signal.raise_signal(number)
         elif callable(before) and before is not signal.default_int_handler:
             before(number, frame)
-        else:
-            self._raising(number, self._times(number))
+        elif number == signal.SIGINT and self._times(number) > 1:
+            raise KeyboardInterrupt
 
     def forked(self) -> None:
         """Restore the former effects of signals in a forked process, without a message to its parent."""
@@ -260,13 +201,33 @@ class TakenSignals:
         return set(self._before)
 
 
-_taken: "weakref.WeakSet[TakenSignals]" = weakref.WeakSet()
+def known_signals(numbers: Iterable[int], caller: str) -> tuple[signal.Signals, ...]:
+    """Return signals that a program can take over; raises :class:`OptionError` for anything else."""
+    try:
+        found = tuple(map(signal.Signals, numbers))
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{caller}: stop_signals has what is no signal ({error}); give signal.SIGUSR1, ...") from None
+    for each in found:
+        if each in (signal.SIGKILL, signal.SIGSTOP):
+            raise OptionError(f"{caller}: stop_signals has {each.name}, which no program can take over")
+    return found
+
+
+def _say(text: str) -> None:
+    """Write a line straight to the descriptor: the main thread may hold the stream's lock."""
+    try:
+        os.write(sys.stderr.fileno(), f"lockstep: {text}\n".encode())
+    except (OSError, ValueError, AttributeError):  # there is no stderr, or it is not a file
+        return
+
+
+_taken_over: "weakref.WeakSet[StopRequests]" = weakref.WeakSet()
 _forking = threading.local()
 
 
 def _before_fork() -> None:
     """Block the signals during a fork: the child would send its parent those that arrive before :meth:`forked`."""
-    numbers = {number for each in _taken for number in each.numbers}
+    numbers = {number for each in _taken_over for number in each.numbers}
     if numbers:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -278,9 +239,9 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    for each in list(_taken):
+    for each in list(_taken_over):
         each.forked()
-    _taken.clear()
+    _taken_over.clear()
     _in_parent()
 
 

@@ -177,7 +177,8 @@ class Watch:
         """Report an error of this rank. If it follows from another rank's failure, return that failure instead."""
         if error is None or peer_failure_in(error) is not None:
             return None
-        if _is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
+        is_orderly = isinstance(error, SystemExit) and error.code in (None, 0)
+        if is_orderly and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
             return None
         own = of_exception(error, channel.rank, channel.progress.step, channel.progress.current_phase)
         if not follows_from_another(error):
@@ -251,7 +252,8 @@ def watch(
     if store is None:
         store = store_of(group)
     resources = contextlib.ExitStack()
-    store = unused_part(store, f"watch over {_name_of(group)}", group.rank())
+    name = getattr(group, "group_name", "") if dist.is_initialized() else ""
+    store = unused_part(store, f"watch over {name}", group.rank())
     progress = Progress(run_name("watch"), ranks[group.rank()], len(ranks))
     resources.callback(progress.close)
     resources.enter_context(answering())
@@ -359,21 +361,12 @@ def unused_part(store: Any, name: str, rank: int) -> Any:
     return PrefixStore(f"lockstep {name} {number}", store)
 
 
-def _name_of(group: Group) -> str:
-    return str(getattr(group, "group_name", "")) if dist.is_initialized() else ""
-
-
 def store_of(group: Group) -> Any:
     """Return the store at which the ranks of a group met."""
     try:
         return dist.distributed_c10d._world.pg_map[group][1]
     except (KeyError, TypeError):
         raise OptionError("watch() cannot find the store of this group; pass it as store=") from None
-
-
-def _is_orderly(error: BaseException) -> bool:
-    """Return True if the program ends without an error."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 # ---------------------------------------------------------------------------------------------------- how a rank ends

@@ -11,7 +11,6 @@ nothing of the program: neither parameters nor state nor random numbers.
 
 import math
 from collections.abc import Hashable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -28,31 +27,25 @@ MOST = 1 << 18
 """Number of elements of a tensor to try with, at most."""
 
 
-class Granularity(Enum):
-    """The part of a parameter that an optimizer needs at once."""
-
-    ELEMENT = "element"
-    PARAMETER = "parameter"
-
-
 class Trials:
     """The trials of one optimizer; each is made once for tensors of one shape in groups with the same options."""
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         self._optimizer = optimizer
         self._kind = kind
-        self._known: dict[Hashable, Granularity] = {}
+        self._known: dict[Hashable, bool] = {}
 
-    def granularity(self, group: dict[str, Any], parameter: Tensor) -> Granularity:
-        """Return the part of a parameter that the optimizer needs at once; raise :class:`ShardingError` if it needs
-        other parameters, too."""
+    def needs_whole(self, group: dict[str, Any], parameter: Tensor) -> bool:
+        """Return True if the optimizer needs all of a parameter at once; raise :class:`ShardingError` if it needs other
+        parameters, too."""
         shape = small_shape(parameter.shape)
         options = tuple(f"{name}={value}" for name, value in group.items() if name not in ("params", "param_names"))
         key = shape, parameter.dtype, parameter.device, options
         if key not in self._known:
             trial = _Trial(self._optimizer, self._kind, group, parameter, shape)
-            with torch.random.fork_rng(devices=_devices(parameter)), torch.enable_grad():
-                self._known[key] = trial.run()
+            devices = [parameter.device] if parameter.device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), torch.enable_grad():
+                self._known[key] = trial.needs_whole()
         return self._known[key]
 
 
@@ -63,10 +56,6 @@ def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
         longest = small.index(max(small))
         small[longest] = -(-small[longest] // 2)
     return tuple(small)
-
-
-def _devices(parameter: Tensor) -> list[int]:
-    return [] if parameter.device.type != "cuda" else [parameter.device.index or 0]
 
 
 class _Trial:
@@ -90,17 +79,17 @@ class _Trial:
         rows = torch.randn((2 + STEPS, numel), generator=generator, dtype=torch.float32, device="cpu")
         self._rows = rows.to(parameter.device, parameter.dtype)
 
-    def run(self) -> Granularity:
+    def needs_whole(self) -> bool:
         reference = self._reference()
         if self._in_slices(reference):
-            return Granularity.ELEMENT
+            return False
         if not self._alone(reference):
             raise ShardingError(
                 f"{self._kind.__name__} updates a parameter of shape {tuple(self._like.shape)} differently beside "
                 "others than alone: it works on all parameters at once, or draws random numbers, so its state cannot "
                 "be sharded; use it as it is"
             )
-        return Granularity.PARAMETER
+        return True
 
     def _reference(self) -> Tensor:
         """Step on the tensor beside another one in its group, and one in another group."""
@@ -138,7 +127,7 @@ class _Trial:
         return values.clone().requires_grad_()
 
     def _step(self, groups: Sequence[Sequence[Tensor]], part: slice | None = None) -> Optimizer:
-        twin = make_twin(self._optimizer, self._kind, [[] for _ in self._optimizer.param_groups])
+        twin = make_twin(self._optimizer, self._kind)
         vars(twin)["param_groups"] = [{**copied_options(self._group), "params": list(each)} for each in groups]
         step = step_of(self._kind)
         for row in self._rows[2:]:

@@ -70,7 +70,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         vars(self)["_opt_called"] = True  # what PyTorch's schedulers look at
         with torch.no_grad():
-            self._sharding.prepare(self, self._names(), self._problem)
+            self._sharding.prepare(self, self._names, self._problem)
             failure = self._sharding.step_own()
             self._sharding.finish(self, failure)
         return loss
@@ -78,7 +78,9 @@ class ShardedOptimizer(Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it notes that it was called
 
     def _names(self) -> dict[int, str]:
-        return _NamesOfNew(self)
+        names, _ = names_of(self)
+        check_names(self.param_groups, names)
+        return names
 
     def _problem(self) -> str:
         """Return why no step can be taken, or an empty text."""
@@ -151,7 +153,7 @@ class ShardedOptimizer(Optimizer):
         """
         parameters = list(parameters_of(self))
         loaded = {id(parameters[key]) for key in state_dict["state"] if key in range(len(parameters))}
-        self._sharding.place([_trained_or(group, loaded) for group in self.param_groups], self._names())
+        self._sharding.place([_trained_or(group, loaded) for group in self.param_groups], self._names)
         self._sharding.follow()
         sliced = state_dicts.sliced(self._sharding, state_dict, parameters)
         super().load_state_dict(sliced)
@@ -176,20 +178,6 @@ class ShardedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardingError(f"a sharded {type(self).__name__} cannot be pickled: save full_state_dict(optimizer)")
-
-
-class _NamesOfNew(dict[int, str]):
-    """The names of parameters, which are looked up only for steps with new parameters."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__()
-        self._optimizer = optimizer
-
-    def __missing__(self, number: int) -> str:
-        found, _ = names_of(self._optimizer)
-        check_names(self._optimizer.param_groups, found)
-        self.update(found)
-        return self[number]
 
 
 def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -247,7 +235,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         _check(optimizer, names)
         shards = Shards(optimizer, kind, collectives)
         stepped = {id(parameter) for parameter in optimizer.state}
-        shards.place([_trained_or(group, stepped) for group in optimizer.param_groups], names)
+        shards.place([_trained_or(group, stepped) for group in optimizer.param_groups], lambda: names)
     except Exception as error:
         failure = error
     (shards or Shards(optimizer, kind, collectives)).agree_on_places(optimizer, failure)

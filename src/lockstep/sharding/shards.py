@@ -26,7 +26,7 @@ from lockstep.distributed.comm.agreement import all_gather_object, first_differi
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.dtensors import is_dtensor, local_part
 from lockstep.errors import AgreementError, LayoutError, PeerError, ShardingError
-from lockstep.sharding.granularity import Granularity, Trials
+from lockstep.sharding.granularity import Trials
 from lockstep.sharding.partition import Piece, cut_evenly, matrix_cost, share_out
 from lockstep.sharding.pieces import (
     as_bytes,
@@ -83,7 +83,7 @@ class Shards:
         self.by_rank: list[list[Piece]] = [[] for _ in range(collectives.world)]
         """The pieces of each rank."""
         self.own: list[OwnPiece] = []
-        self.twin = make_twin(optimizer, kind, [[] for _ in optimizer.param_groups])
+        self.twin = make_twin(optimizer, kind)
         self.steps = 0
         self._kind = kind
         self._step = step_of(kind)
@@ -106,8 +106,9 @@ class Shards:
         """Return the number of a parameter that has been assigned, or None."""
         return self._numbers.get(id(parameter))
 
-    def place(self, groups: Sequence[dict[str, Any]], names: dict[int, str]) -> None:
-        """Cut and assign the parameters that have no place yet; the others keep their places."""
+    def place(self, groups: Sequence[dict[str, Any]], find_names: Callable[[], dict[int, str]]) -> None:
+        """Cut and assign the parameters that have no place yet, whose names are asked for; the others keep their
+        places."""
         new = [
             (group, parameter)
             for group in groups
@@ -116,21 +117,21 @@ class Shards:
         ]
         if not new:
             return
-        sizes = [self._granularity(group, parameter, names) for group, parameter in new]
+        names = find_names()
+        are_whole = [self._needs_whole(group, parameter, names) for group, parameter in new]
         first = len(self.placed)
-        for (_, parameter), size in zip(new, sizes, strict=True):
+        for (_, parameter), is_whole in zip(new, are_whole, strict=True):
             self._numbers[id(parameter)] = len(self.placed)
             self._has_dtensors = self._has_dtensors or is_dtensor(parameter)
             kind = parameter.dtype, parameter.shape, parameter.device
-            self.placed.append(Placed(names[id(parameter)], parameter, size is Granularity.PARAMETER, kind))
+            self.placed.append(Placed(names[id(parameter)], parameter, is_whole, kind))
         self._give_out(range(first, len(self.placed)))
         self._digest = self._digest_places()
         self._bind()
 
-    def _granularity(self, group: dict[str, Any], parameter: Tensor, names: dict[int, str]) -> Granularity:
+    def _needs_whole(self, group: dict[str, Any], parameter: Tensor, names: dict[int, str]) -> bool:
         check_dense(parameter, names[id(parameter)])
-        found = self._trials.granularity(group, local_part(parameter))
-        return found if parameter.dim() else Granularity.PARAMETER  # an element is as good as the whole
+        return self._trials.needs_whole(group, local_part(parameter)) or not parameter.dim()
 
     def _give_out(self, numbers: Sequence[int]) -> None:
         world = self.collectives.world
@@ -200,22 +201,22 @@ class Shards:
     # ------------------------------------------------------------------------------------- a step
 
     @outside_compiler
-    def prepare(self, optimizer: Optimizer, names: dict[int, str], find_problem: Callable[[], str]) -> None:
+    def prepare(
+        self, optimizer: Optimizer, find_names: Callable[[], dict[int, str]], find_problem: Callable[[], str]
+    ) -> None:
         """Get ready for one step, with all ranks; ``find_problem`` returns the reason why this rank cannot take it, or
         an empty text.
 
         If this fails on any rank, raises on every rank. :meth:`step_own` and :meth:`finish` follow.
         """
         self._check_whole()
-        groups, problem = optimizer.param_groups, find_problem()
-        try:
-            if not problem:
-                self._get_ready(optimizer, names)
-        except Exception as error:
-            if self.collectives.world == 1:
-                raise
-            self._agree(groups, f"{type(error).__name__}: {error}", error)
-        self._agree(groups, problem)
+        problem, cause = find_problem(), None
+        if not problem:
+            try:
+                self._get_ready(optimizer, find_names)
+            except Exception as error:
+                cause = error
+        self._agree(optimizer, problem, cause)
         self.steps += 1
         if self._bound.streams is not None:  # until finish() has ended
             self._broken = f"step {self.steps} of the optimizer was cut short, so the weights may be of two steps"
@@ -243,7 +244,8 @@ class Shards:
                 raise failure
             return
         what = f"weights, step {self.steps}"
-        marks = streams.gather(moves[self.rank], self._of_others(moves), what, int(failure is not None))
+        others = [None if rank == self.rank else each for rank, each in enumerate(moves)]
+        marks = streams.gather(moves[self.rank], others, what, int(failure is not None))
         if any(marks):
             self._give_back(streams, moves)
             self._broken = f"step {self.steps} of the optimizer has failed, after some ranks had changed their state"
@@ -256,9 +258,10 @@ class Shards:
                 f"{self._broken}. Load a checkpoint: model.load_state_dict() and optimizer.load_state_dict()"
             )
 
-    def _get_ready(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+    def _get_ready(self, optimizer: Optimizer, find_names: Callable[[], dict[int, str]]) -> None:
         groups = optimizer.param_groups
-        self.place([{**group, "params": [p for p in group["params"] if p.grad is not None]} for group in groups], names)
+        present = [{**group, "params": [p for p in group["params"] if p.grad is not None]} for group in groups]
+        self.place(present, find_names)
         self.follow()
         vars(self.twin).update(shared_attributes(optimizer))
         for name in vars(self.twin).keys() & {"grad_scale", "found_inf"} - vars(optimizer).keys():
@@ -311,9 +314,6 @@ class Shards:
         for own in self.own:
             own.tensor.grad = None  # else the gradient's memory could not be used again
 
-    def _of_others(self, moves: Sequence[Moves]) -> list[Moves | None]:
-        return [None if rank == self.rank else each for rank, each in enumerate(moves)]
-
     def _give_back(self, streams: Streams, moves: Sequence[Moves]) -> None:
         """Restore the old values of every rank's pieces: each rank sends those of the next rank, which it still has."""
         world = self.collectives.world
@@ -336,17 +336,20 @@ class Shards:
 
     def agree_on_places(self, optimizer: Optimizer, error: Exception | None) -> None:
         """Compare the places with all ranks; raise on every rank if ranks differ or one has an ``error``."""
-        self._agree(optimizer.param_groups, "" if error is None else f"{type(error).__name__}: {error}", error)
+        self._agree(optimizer, "", error)
 
-    def _agree(self, groups: Sequence[dict[str, Any]], problem: str, cause: Exception | None = None) -> None:
-        """Raise on every rank unless all take the same step; a rank with a ``problem`` reports it to all."""
+    def _agree(self, optimizer: Optimizer, problem: str, cause: Exception | None) -> None:
+        """Raise on every rank unless all take the same step; a rank with a ``problem``, or its ``cause``, reports it to
+        all."""
+        if cause is not None:
+            problem = f"{type(cause).__name__}: {cause}"
         if problem:
             self._drop_gradients()
         if self.collectives.world == 1:
             if problem:
                 raise cause or ShardingError(problem)
             return
-        lines = self._describe(groups)
+        lines = self._describe(optimizer.param_groups)
         told = all_gather_object(
             [problem, text_digest(json.dumps(lines))], f"step {self.steps + 1} of the optimizer", self.collectives
         )

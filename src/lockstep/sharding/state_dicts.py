@@ -16,6 +16,7 @@ from lockstep.sharding.pieces import as_bytes, flat, in_order, is_same_order, me
 from lockstep.sharding.shards import OwnPiece, Shards
 from lockstep.sharding.state_slice import StateSlice
 from lockstep.sharding.streams import Moves, Streams
+from lockstep.tree import tree_map
 
 State = dict[Any, Any]
 
@@ -49,23 +50,19 @@ def sharded_state(shards: Shards) -> State:
     for own in shards.own:
         parameter = shards.placed[own.piece.number].parameter
         for name, value in shards.twin.state.get(own.tensor, {}).items():
-            order = shards.order_of(own.piece.number)
-            found[parameter][name] = _as_slice(value, own, local_part(parameter).shape, order)
+            if is_of_elements(value, own):
+                order = shards.order_of(own.piece.number)
+                value = StateSlice(flat(value), own.piece.start, local_part(parameter).shape, order)
+            found[parameter][name] = value
     found.update((key, value) for key, value in shards.twin.state.items() if not isinstance(key, Tensor))
     return found
 
 
-def _as_slice(value: Any, own: OwnPiece, shape: Sequence[int], order: list[int]) -> Any:
-    return StateSlice(flat(value), own.piece.start, shape, order) if is_of_elements(value, own) else value
-
-
 def is_of_elements(value: Any, own: OwnPiece) -> bool:
     """Return True if a value of the state of a piece is a tensor with one element for each of the piece's."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == own.tensor.shape and _is_flat(value, own)
-
-
-def _is_flat(value: Tensor, own: OwnPiece) -> bool:
-    return value.stride() == own.tensor.stride()
+    if not isinstance(value, Tensor) or not value.dim():
+        return False
+    return value.shape == own.tensor.shape and value.stride() == own.tensor.stride()
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -174,14 +171,11 @@ def _packed(shards: Shards) -> bytes:
     found = {}
     for number, own in enumerate(shards.own):
         state = shards.twin.state.get(own.tensor, {})
-        found[number] = {name: _on_cpu(value) for name, value in state.items() if not is_of_elements(value, own)}
+        rest = {name: value for name, value in state.items() if not is_of_elements(value, own)}
+        found[number] = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, rest)
     file = io.BytesIO()
     torch.save(found, file)
     return file.getvalue()
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _own_places(shards: Shards, rest: bytes) -> list[Tensor]:

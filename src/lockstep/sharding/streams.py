@@ -6,8 +6,7 @@ each rank, and the next one is under way while the chunks of the last one are co
 bounded by two chunks of every rank.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,49 +24,37 @@ HEAD_BYTES = 8
 class Moves:
     """The copies between places in tensors and one stream, chunk by chunk."""
 
-    def __init__(self, places: Sequence[Tensor], chunk: int, offset: int = 0) -> None:
-        """``places`` are flat tensors of bytes, which follow each other in the stream from byte ``offset`` on."""
-        self._chunks: dict[int, _Filled] = {}
+    def __init__(self, places: Sequence[Tensor], chunk: int) -> None:
+        """``places`` are flat tensors of bytes, which follow each other in the stream, behind its head."""
+        self._chunks: dict[int, tuple[int, list[Tensor]]] = {}
+        """Parts of the places, by the number of their chunk, with the byte of it where the first one begins."""
+        offset = HEAD_BYTES
         for place in places:
-            for number, begin, here in _parts(offset, place.numel(), chunk):
-                self._chunks.setdefault(number, _Filled(begin, [])).tensors.append(place[here])
+            begin = 0
+            while begin < place.numel():
+                number, within = divmod(offset + begin, chunk)
+                end = min(place.numel(), begin + chunk - within)
+                self._chunks.setdefault(number, (within, []))[1].append(place[begin:end])
+                begin = end
             offset += place.numel()
 
     def copy_in(self, number: int, buffer: Tensor) -> None:
         """Copy from the places into the buffer of a chunk."""
-        if number in self._chunks:
-            filled = self._chunks[number]
-            torch._foreach_copy_(filled.views(buffer), filled.tensors)
+        tensors, views = self._of_chunk(number, buffer)
+        if tensors:
+            torch._foreach_copy_(views, tensors)
 
     def copy_out(self, number: int, buffer: Tensor) -> None:
         """Copy from the buffer of a chunk to the places."""
-        if number in self._chunks:
-            filled = self._chunks[number]
-            torch._foreach_copy_(filled.tensors, filled.views(buffer))
+        tensors, views = self._of_chunk(number, buffer)
+        if tensors:
+            torch._foreach_copy_(tensors, views)
 
-
-class _Filled(NamedTuple):
-    """What a chunk holds."""
-
-    begin: int
-    tensors: list[Tensor]
-    """Parts of the places, which follow each other in the chunk from byte ``begin`` on."""
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parts of a buffer that belong to the tensors."""
-        sizes = [tensor.numel() for tensor in self.tensors]
-        return list(buffer[self.begin : self.begin + sum(sizes)].split_with_sizes(sizes))
-
-
-def _parts(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int, slice]]:
-    """Yield for each chunk that holds some of ``nbytes`` bytes from ``offset`` on its number, where in it they begin,
-    and which of the bytes it holds."""
-    begin = 0
-    while begin < nbytes:
-        number, within = divmod(offset + begin, chunk)
-        end = min(nbytes, begin + chunk - within)
-        yield number, within, slice(begin, end)
-        begin = end
+    def _of_chunk(self, number: int, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parts of the places in a chunk, and the parts of its buffer that belong to them."""
+        begin, tensors = self._chunks.get(number, (0, []))
+        sizes = [tensor.numel() for tensor in tensors]
+        return tensors, list(buffer[begin : begin + sum(sizes)].split_with_sizes(sizes))
 
 
 class Streams:
@@ -92,7 +79,7 @@ class Streams:
 
     def moves(self, places: Sequence[Tensor]) -> Moves:
         """Return the copies between a stream and flat tensors of bytes."""
-        return Moves(places, self.chunk, HEAD_BYTES)
+        return Moves(places, self.chunk)
 
     def gather(self, own: Moves, targets: Sequence[Moves | None], what: str, mark: int = 0) -> list[int]:
         """Send this rank's stream, copy the streams of all ranks to ``targets``, by rank, and return every rank's mark.

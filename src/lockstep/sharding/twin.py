@@ -2,10 +2,9 @@
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,16 +14,15 @@ _OWN = {"param_groups", "state", "step"}
 """Attributes that an optimizer does not share with its twin; its hooks are not shared either."""
 
 
-def make_twin(optimizer: Optimizer, kind: type[Optimizer], groups: Sequence[Sequence[Tensor]]) -> Optimizer:
-    """Return an optimizer of class ``kind`` without state, with the options of each group of ``optimizer``."""
+def make_twin(optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
+    """Return an optimizer of class ``kind`` without state or parameters, with the options of each group of
+    ``optimizer``."""
     twin = kind.__new__(kind)
     vars(twin).update(shared_attributes(optimizer), state=defaultdict(dict))
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_"):
             vars(twin)[name] = type(value)() if isinstance(value, OrderedDict) else value
-    vars(twin)["param_groups"] = [
-        {**group, "params": list(tensors)} for group, tensors in zip(optimizer.param_groups, groups, strict=True)
-    ]
+    vars(twin)["param_groups"] = [{**group, "params": []} for group in optimizer.param_groups]
     return twin
 
 
@@ -68,9 +66,8 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
 
 def copied_options(group: dict[str, Any]) -> dict[str, Any]:
     """Return copies of the options of a group, without its parameters."""
-    names = (name for name in group if name not in ("params", "param_names"))
-    return {name: _copied(group[name]) for name in names}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }

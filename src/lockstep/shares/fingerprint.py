@@ -5,13 +5,13 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep.dtensors import local_part
 from lockstep.errors import OptionError
+from lockstep.wrapper import unwrapped
 
 
 def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
@@ -41,7 +41,7 @@ def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
 
     PyTorch has no such function.
     """
-    plain = _unwrapped(model)
+    plain = unwrapped(model)
     digest = hashlib.sha256()
     for name, value in (*_named_tensors(plain), *_optimizer_state(plain, optimizer)):
         if isinstance(value, Tensor):
@@ -49,16 +49,6 @@ def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
         else:
             digest.update(f"{name}\0{value!r}\0".encode())
     return digest.hexdigest()
-
-
-def _unwrapped(model: Module) -> Module:
-    while True:
-        inner = getattr(model, "_orig_mod", model)
-        if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
-            inner = inner.module
-        if inner is model:
-            return model
-        model = inner
 
 
 def _named_tensors(model: Module) -> Iterator[tuple[str, Any]]:

@@ -1,23 +1,110 @@
-"""``GlobalBatches``: the batches of all ranks together; each rank loads its shares."""
+"""``GlobalBatches``: the batches of all ranks together, cut into shares; each rank loads its shares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count, islice
-from typing import Any
+from itertools import count, islice, pairwise
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep.distributed.comm.collectives import Group, resolve_group
-from lockstep.errors import OptionError
-from lockstep.shares.global_batch import LASTS, GlobalBatch, Last, batches_in, order_of, split
+from lockstep.errors import OptionError, ShareError
+from lockstep.seeds import derive_seed
 from lockstep.shares.samples import SeededShares, ShareKey, as_it_is
 from lockstep.shares.share_state import ShareWorld, check_shares, world_of
 from lockstep.shares.share_step import Step, plan_audit
 from lockstep.shares.share_tree import shares_of
 
+Last = Literal["drop", "smaller"]
+LASTS: tuple[Last, ...] = ("drop", "smaller")
 _DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")
 """Arguments of ``DataLoader`` that are decided here."""
+
+
+def order_of(samples: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """Return the order of the samples in an epoch."""
+    if not shuffle:
+        return list(range(samples))
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(samples, generator=generator, device="cpu").tolist()
+
+
+def batches_in(samples: int, batch_size: int, last: Last) -> int:
+    """Return the number of batches in an epoch."""
+    return samples // batch_size if last == "drop" else -(-samples // batch_size)
+
+
+def split(samples: Sequence[int], shares: int) -> list[Sequence[int]]:
+    """Return the samples of each share, in order; sizes differ by at most one, and empty shares are left out."""
+    each, more = divmod(len(samples), shares)
+    ends = [share * each + min(share, more) for share in range(shares + 1)]
+    parts = [samples[begin:end] for begin, end in pairwise(ends)]
+    return [part for part in parts if part]
+
+
+class GlobalBatch:
+    """The shares of one batch that this rank computes: iterate over them, loaded; ``len()`` is their number. When the
+    loop has ended, gradients are complete on every rank.
+
+    Made by :class:`lockstep.shares.GlobalBatches`.
+    """
+
+    def __init__(self, world: ShareWorld, step: Step, loaded: Iterator[Any], done: Callable[[], None]) -> None:
+        self._world = world
+        self._step = step
+        self._loaded = loaded
+        self._done = done
+        self._left = step.loaded_by(world.rank, world.size)
+        self._is_begun = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0."""
+        return self._step.epoch
+
+    @property
+    def number(self) -> int:
+        """The number of the batch in its epoch, from 0."""
+        return self._step.batch
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch, on all ranks together."""
+        return sum(self._step.rows)
+
+    @property
+    def is_auditing(self) -> bool:
+        """True if the share under way is computed for comparison only: see :func:`lockstep.shares.audit`."""
+        return self._world.is_auditing
+
+    def __len__(self) -> int:
+        return len(shares_of(self._world.rank, self._world.size, self._step.count))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_begun:
+            raise ShareError(
+                f"the shares of {self._step} have been gone through already, or left out when the next batch was asked "
+                "for; go through them once, before the next batch"
+            )
+        self._is_begun = True
+        return self._run()
+
+    def _run(self) -> Iterator[Any]:
+        with self._world.under_way(self._step):
+            while self._left:
+                share, again = self._left.pop(0)
+                rows = next(self._loaded)
+                with self._world.entered(share, again=again):
+                    yield rows
+        self._done()
+
+    def skip(self) -> None:
+        """Consume the shares that were not requested."""
+        self._is_begun = True
+        for _ in self._left:
+            next(self._loaded)
+        self._left = []
 
 
 class GlobalBatches:
@@ -111,12 +198,15 @@ class GlobalBatches:
     @property
     def batches_left(self) -> int:
         """The number of batches that the next iteration yields: fewer than in an epoch if it continues within one."""
-        left_out = [epoch == self._epoch and batch >= self._batch for epoch, batch in self._left_out]
-        return len(self) - self._batch - sum(left_out)
+        return sum(1 for _ in self._numbers(self._epoch, self._batch))
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
-        return batches_in(len(self.dataset), self.batch_size, self.last)  # type: ignore[arg-type]
+        return batches_in(self._samples, self.batch_size, self.last)
+
+    @property
+    def _samples(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         world = self._world()
@@ -154,17 +244,14 @@ class GlobalBatches:
             parts = split(self._rows(order, number), self.shares)
             audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
             _, upcoming = next(self._following(epoch, number + 1))
-            samples = len(self.dataset)  # type: ignore[arg-type]
             rows = tuple(map(len, parts))
-            shares = self._count_of(upcoming)
-            yield Step(self.seed, epoch, number, rows, self.shares, shares, samples, self.shuffle, audit), parts
-
-    def _count_of(self, number: int) -> int:
-        """Return the number of shares of a batch: fewer if there are not enough rows left."""
-        return min(self.shares, self.batch_size, len(self.dataset) - number * self.batch_size)  # type: ignore[arg-type]
+            # Fewer shares if not enough rows are left.
+            next_count = min(self.shares, self.batch_size, self._samples - upcoming * self.batch_size)
+            step = Step(self.seed, epoch, number, rows, self.shares, next_count, self._samples, self.shuffle, audit)
+            yield step, parts
 
     def _order(self, epoch: int) -> list[int]:
-        return order_of(len(self.dataset), self.seed, epoch, self.shuffle)  # type: ignore[arg-type]
+        return order_of(self._samples, self.seed, epoch, self.shuffle)
 
     def _rows(self, order: list[int], number: int) -> list[int]:
         return order[number * self.batch_size : (number + 1) * self.batch_size]
@@ -181,10 +268,7 @@ class GlobalBatches:
         """Yield the keys of the shares that this rank loads, from the next batch to the end of its epoch."""
         world, epoch = self._world(), self._epoch
         for step, parts in self._steps(epoch, self._batch):
-            own = list(shares_of(world.rank, world.size, step.count))
-            if step.audit is not None and step.audit.auditor == world.rank:
-                own.append(step.audit.share)
-            for share in own:
+            for share, _ in step.loaded_by(world.rank, world.size):
                 yield [ShareKey(self.seed, epoch, step.batch, share, tuple(parts[share]))]
 
     # ----------------------------------------------------------------------------------- batches left out
@@ -230,7 +314,7 @@ class GlobalBatches:
 
     def _fixed(self) -> dict[str, Any]:
         return {
-            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "samples": self._samples,
             "batch_size": self.batch_size,
             "shares": self.shares,
             "seed": self.seed,

@@ -51,17 +51,15 @@ class ShareGradients:
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self._parameters = [parameter for _, parameter in named]
         self._reduce_dtype = reduce_dtype
         self._spare = spare
         weak = WeakMethod(arrived)
-        self._handles = [
-            _hook(parameter, number, weak, self._spare) for number, parameter in enumerate(self.parameters)
-        ]
-        self._largest = max((local_part(parameter).nbytes for parameter in self.parameters), default=0)
+        self._handles = [_hook(parameter, number, weak, spare) for number, parameter in enumerate(self._parameters)]
+        self._largest = max((local_part(parameter).nbytes for parameter in self._parameters), default=0)
         self._before: Values | None = None
         self._last: tuple[int, Values] | None = None
-        self.sums = self._new_sums()
+        self.drop_sums()
 
     def unhook(self) -> None:
         """Remove the hooks of the parameters."""
@@ -70,8 +68,8 @@ class ShareGradients:
 
     def check_hooks(self) -> None:
         """Raise for users' hooks that would see a share's gradient in place of the step's."""
-        check_optimizers(lambda: zip(self.names, self.parameters, strict=True))
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+        check_optimizers(lambda: zip(self.names, self._parameters, strict=True))
+        for name, parameter in zip(self.names, self._parameters, strict=True):
             if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
                 raise NotReplicableError(
                     f"parameter {name} has a post-accumulate-grad hook (of an optimizer in backward, say), which would "
@@ -89,49 +87,40 @@ class ShareGradients:
         self._spare.give_back(self._largest)
 
     def _take(self) -> Values:
-        taken = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
+        taken = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
             parameter.grad = None
         return taken
 
-    def add(self, share: int, place: Callable[[int, Values], None] | None = None) -> None:
+    def add(self, share: int, place: Callable[[int, Values], Values] | None = None) -> None:
         """End a share: take its gradients, and add them to the partial sums. ``place(share, values)`` may copy them to
-        the memory that they are sent from; there the last parameter's value comes first."""
+        the memory that they are sent from, and returns the copies."""
         values = self._to_sum(self._take())
         if place is not None:
-            placed = values[::-1]
-            place(share, placed)
-            self._spare.keep(a for a, b in zip(values, reversed(placed), strict=True) if a is not b)
-            values = placed[::-1]
-        self.sums.add(share, values)
+            placed = place(share, values)
+            self._spare.keep(a for a, b in zip(values, placed, strict=True) if a is not b)
+            values = placed
+        self._sums.add(share, values)
 
     def add_last(self, share: int) -> None:
         """End the last share of this rank: take its gradients, which are added on their way to other ranks."""
         self._last = share, self._to_sum(self._take())
 
     def take_terms(self) -> list[list[Values]]:
-        """Return the partial sums as they are sent, each as terms, the last parameter's value first. They belong to the
-        caller."""
-        if self._last is None:
-            terms = [[values[::-1]] for _, values in self.sums.sums]
-        else:
-            terms = self._terms_with(*self._last)
-        self.sums = self._new_sums()
-        self._last = None
+        """Return the partial sums as they are sent, each as terms. They belong to the caller."""
+        last = self._last
+        terms = [[values] for _, values in self._sums.sums] if last is None else self._sums.terms_with(*last)
+        self.drop_sums()
         return terms
 
     def terms_with(self, share: int) -> list[list[Values]]:
-        """Return the same as :meth:`take_terms` during a share, with its gradients so far; they are not the
-        caller's."""
-        return self._terms_with(share, self.now())
-
-    def _terms_with(self, share: int, values: Values) -> list[list[Values]]:
-        return [[term[::-1] for term in terms] for terms in self.sums.terms_with(share, values)]
+        """Return the same as :meth:`take_terms` during a share, with its gradients so far, only to be read."""
+        return self._sums.terms_with(share, self.now())
 
     def now(self) -> Values:
         """Return the gradients of the share under way so far."""
         return [
-            None if (grad := parameter.grad) is None else local_part(grad.detach()) for parameter in self.parameters
+            None if (grad := parameter.grad) is None else local_part(grad.detach()) for parameter in self._parameters
         ]
 
     def drop(self) -> None:
@@ -140,16 +129,24 @@ class ShareGradients:
 
     def total(self, shares: int) -> Values:
         """Return the sum over all shares of the step, if this rank has computed all of them."""
-        sums, self.sums = self.sums.sums, self._new_sums()
-        return add_up(sums, shares, lambda left, right: add_values(left, right, self._spare)) or []
+        sums = self._sums.sums
+        self.drop_sums()
+        return add_up(sums, shares, self._add) or []
 
     def drop_sums(self) -> None:
         """Drop the partial sums."""
-        self.sums = self._new_sums()
+        self._sums: PartialSums[Values] = PartialSums(lambda _, left, __, right: self._add(left, right))
         self._last = None
 
-    def _new_sums(self) -> PartialSums[Values]:
-        return PartialSums(lambda _, left, __, right: add_values(left, right, self._spare))
+    @torch.no_grad()
+    def _add(self, left: Values, right: Values) -> Values:
+        """Return the sum of two partial sums, in the first one's memory if both have a value; the second's is spare."""
+        both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+        if both:
+            added = [b for _, b in both]
+            torch._foreach_add_([a for a, _ in both], added)
+            self._spare.keep(added)
+        return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
     def _to_sum(self, gradients: Values) -> Values:
         for number, gradient in enumerate(gradients):
@@ -169,16 +166,16 @@ class ShareGradients:
     @property
     def used(self) -> list[bool]:
         """True for each parameter that got a gradient in one of the ended shares of the step."""
-        rows = [values for _, values in self.sums.sums]
+        rows = [values for _, values in self._sums.sums]
         if self._last is not None:
             rows.append(self._last[1])
-        return [any(row[number] is not None for row in rows) for number in range(len(self.parameters))]
+        return [any(row[number] is not None for row in rows) for number in range(len(self._parameters))]
 
     def restore_grads(self) -> None:
         """Abort the step: restore the gradients from before it."""
         before, self._before = self._before, None
         if before is not None:
-            for parameter, gradient in zip(self.parameters, before, strict=True):
+            for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
         self.drop_sums()
 
@@ -191,7 +188,7 @@ class ShareGradients:
         present = [value for value in total if value is not None]
         if present and divisor != 1:
             torch._foreach_div_(present, divisor)
-        for parameter, value, earlier in zip(self.parameters, total, before, strict=True):
+        for parameter, value, earlier in zip(self._parameters, total, before, strict=True):
             parameter.grad = earlier if value is None else _gradient(parameter, value, earlier)
 
 
@@ -236,14 +233,3 @@ def _lay_out(parameter: Tensor) -> None:
     assert parameter.grad is not None
     with torch.no_grad():
         parameter.grad = like_parameter(matching_gradient(parameter.grad, parameter), parameter)
-
-
-@torch.no_grad()
-def add_values(left: Values, right: Values, spare: SpareMemory) -> Values:
-    """Return the sum of two partial sums, in the first one's memory if both have a value; the second's is spare."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
-        added = [b for _, b in both]
-        torch._foreach_add_([a for a, _ in both], added)
-        spare.keep(added)
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]

@@ -10,13 +10,12 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.comm.collectives import Collectives, state_of
 from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
+from lockstep.distributed.reduction.parameters import Selection
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
-from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.share_agreement import Agreement, Members
-from lockstep.shares.share_buffers import ShareBuffers
+from lockstep.shares.share_buffers import ShareBuffers, Versions
 from lockstep.shares.share_exchange import ShareExchange, with_buffers
 from lockstep.shares.share_report import (
     EVALUATION,
@@ -31,38 +30,32 @@ from lockstep.shares.share_report import (
     weights_of_all,
 )
 from lockstep.shares.share_settings import check_settings, precision_on, settings_of
-from lockstep.shares.share_step import Audit, Evidence, Step
+from lockstep.shares.share_step import Evidence, Step
 from lockstep.shares.share_tree import add_in_tree_order
 from lockstep.shares.spare import SpareMemory
 
 
-class _Watch:
-    """Observes the replicated parameters and buffers of a module."""
+class _InStep:
+    """The part of a module in the step under way, on this rank."""
 
-    def __init__(self, selection: Selection, reduce_dtype: torch.dtype | None) -> None:
-        self._selection = selection
-        self._reduce_dtype = reduce_dtype
-
-    def look(self) -> Members:
-        """Return the present parameters and buffers."""
-        members = Members(self._selection.contents(), self._reduce_dtype)
-        self._slots = SlotSnapshot([owner for _, owner in self._selection.owners()])
-        self._buffers = self._selection.buffers()
-        self._parameters = [parameter for _, parameter in members.parameters]
-        self._kinds = self._kinds_now()
-        return members
-
-    def changed(self) -> bool:
-        """Return True if parameters or buffers may have changed since the last look."""
-        return self._slots.changed() or self._buffers.changed() or self._kinds_now() != self._kinds
-
-    def new_parameters(self) -> list[str]:
-        """Return the names of parameters that have been added since the last look."""
-        known = set(map(id, self._parameters))
-        return [name for name, parameter in self._selection.contents().parameters if id(parameter) not in known]
-
-    def _kinds_now(self) -> list[tuple[bool, torch.dtype, torch.Size, torch.device]]:
-        return [(p.requires_grad, p.dtype, p.shape, p.device) for p in self._parameters]
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.exchange: ShareExchange | None = None
+        """None if this rank is alone, or the ranks have not agreed on an exchange of the module as it is."""
+        self.evidence: Evidence | None = None
+        """None if the step is not audited."""
+        self.buffers = ShareBuffers([], step.count, [])
+        """Those of the module once the step is open."""
+        self.share: int | None = None
+        """The share under way."""
+        self.is_last = False
+        """True in the last share of this rank."""
+        self.is_auditing = False
+        """True if the share under way is computed for comparison only."""
+        self.is_finishing = False
+        self.has_reported = False
+        self.modes = 0
+        self.weights: dict[int, float] = {}
 
 
 class ShareModule:
@@ -78,7 +71,6 @@ class ShareModule:
         compares_values: bool,
     ) -> None:
         self._selection = selection
-        self._watch = _Watch(selection, reduce_dtype)
         self._reduce_dtype = reduce_dtype
         self._collectives = collectives
         self._group_state = state_of(collectives.group)
@@ -89,30 +81,21 @@ class ShareModule:
         self.loss = loss
         self.steps = 0
         """Number of finished steps."""
-        self._step: Step | None = None
-        self._share: int | None = None
-        self._is_auditing = False
-        """True if the share under way is computed for comparison only."""
-        self._last_share: int | None = None
-        self._is_finishing = self._has_reported = False
+        self._now: _InStep | None = None
         self._may_overlap = True
-        self._exchange: ShareExchange | None = None
-        self._early: EarlyBuckets | None = None
-        self._audit: Audit | None = None
-        self._evidence: Evidence | None = None
-        self._weights: dict[int, float] = {}
         self._precisions: set[str] = set()
-        self._modes = 0
         self._expected_precision: str | None = None
-        self._take(self._watch.look())
-        self.agreement = Agreement(self._members, collectives, compares_values)
+        self._spare = SpareMemory()
+        self._look()
+        self.agreement = Agreement(self._members, collectives, compares_values, self._spare)
         self.settings = {**settings_of(self.devices), "reduce_dtype": str(reduce_dtype)}
 
-    def _take(self, members: Members) -> None:
-        self._members = members
-        self._spare = SpareMemory()
+    def _look(self) -> None:
+        """Begin to use the parameters and buffers that the module has now."""
+        self._members = members = Members(self._selection, self._reduce_dtype)
         self._gradients = ShareGradients(members.trained, self._arrived, self._spare, self._reduce_dtype)
-        self._buffers = ShareBuffers(members.buffers)
+        self._left: Versions = []
+        """The buffers as the last step has left them."""
         self._own = {id(parameter) for _, parameter in members.parameters}
         self._used_before: list[int] | None = None
 
@@ -124,7 +107,7 @@ class ShareModule:
     @property
     def is_used(self) -> bool:
         """True if a share of this rank has used the module in the step under way."""
-        return self._step is not None and (any(self._gradients.used) or self._buffers.is_used)
+        return self._now is not None and (any(self._gradients.used) or self._now.buffers.is_used)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -137,30 +120,22 @@ class ShareModule:
 
     # ------------------------------------------------------------------------- the phases of a step
 
-    def open(self, step: Step, own: range) -> None:
-        """Begin a step of which this rank computes the shares ``own``; raise if the module cannot take part."""
-        self._step = step
-        self._exchange = None
-        self._early = None
-        self._is_finishing = self._has_reported = False
-        if self._watch.changed():
+    def open(self, step: Step) -> None:
+        """Begin a step; raise if the module cannot take part."""
+        self._now = now = _InStep(step)
+        if self._members.may_have_changed():
             self._gradients.unhook()
-            self._take(self._watch.look())
+            self._look()
         self._check(step)
         self._gradients.check_hooks()
         self._precisions = set()
-        self._modes = 0
-        self._weights = {}
-        self._last_share = own[-1] if own else None
         if self._collectives.world > 1 and self.agreement.covers(self._members, step.count):
-            self._exchange = self.agreement.exchange(self._spare)
-        self._audit = step.audit
-        self._evidence = None
-        if self._audit is not None:
-            names = [f"the gradient of {name}" for name in self._gradients.names]
-            self._evidence = Evidence([*names, *(f"buffer {buffer.name}" for buffer in self._members.buffers)])
+            now.exchange = self.agreement.exchange()
+        if step.audit is not None:
+            names = [f"the gradient of {name}" for name in reversed(self._gradients.names)]
+            now.evidence = Evidence([*names, *(f"buffer {buffer.name}" for buffer in self._members.buffers)])
         self._gradients.open()
-        self._buffers.open(step.count)
+        now.buffers = ShareBuffers(self._members.buffers, step.count, self._left)
 
     def _check(self, step: Step) -> None:
         if step.shares != self.shares:
@@ -175,19 +150,18 @@ class ShareModule:
 
     def enter(self, share: int, is_last: bool, again: bool) -> None:
         """Begin a share, which is this rank's last one, or is computed ``again``, for comparison only."""
-        self._share = share
-        self._is_auditing = again
-        self._buffers.restore()
+        now = self._now
+        assert now is not None
+        now.share = share
+        now.is_last = is_last
+        now.is_auditing = again
+        now.buffers.restore()
         if again:
             return
         self._gradients.enter()
-        if is_last and self._exchange is not None and self._used_before is not None and self._overlaps:
-            self._early = EarlyBuckets(self._exchange, self._gradients, share, self._used_before)
-
-    @property
-    def _overlaps(self) -> bool:
-        """True if buckets may be sent before the ranks' reports."""
-        return self._may_overlap and self._is_only_one
+        overlaps = self._may_overlap and self._is_only_one
+        if is_last and now.exchange is not None and self._used_before is not None and overlaps:
+            now.exchange.send_early(self._used_before)
 
     @property
     def _is_only_one(self) -> bool:
@@ -196,80 +170,79 @@ class ShareModule:
 
     def leave(self) -> None:
         """End the share."""
-        share = self._share
-        self._share = None
+        now = self._now
+        assert now is not None
+        share, now.share = now.share, None
         assert share is not None
-        if self._is_auditing:
-            self._note(again=True)
+        audit, exchange = now.step.audit, now.exchange
+        if now.evidence is not None and audit is not None and (now.is_auditing or share == audit.share):
+            now.evidence.note([*reversed(self._gradients.now()), *now.buffers.now()], now.is_auditing)
+        if now.is_auditing:
             self._gradients.drop()
-            self._buffers.forget()
+            now.buffers.forget()
             return
-        if self._audit is not None and share == self._audit.share:
-            self._note(again=False)
-        if self._exchange is not None and self._exchange.places:
-            self._gradients.add(share, self._exchange.place)
-        elif self._exchange is not None and share == self._last_share:
+        if exchange is not None and exchange.places:
+            self._gradients.add(share, exchange.place)
+        elif exchange is not None and now.is_last:
             self._gradients.add_last(share)
         else:
             self._gradients.add(share)
-        self._buffers.add(share)
-
-    def _note(self, again: bool) -> None:
-        assert self._evidence is not None
-        self._evidence.note([*self._gradients.now(), *self._buffers.now()], again)
+        now.buffers.add(share)
 
     def abort(self) -> None:
         """Drop the results of the shares: the step will not be finished.
 
         Tells the other ranks, which may be at the step's end, without waiting for them.
         """
-        step = self._step
-        self._step = self._share = None
-        if step is None:
+        now, self._now = self._now, None
+        if now is None:
             return
         try:
-            is_awaited = self._is_finishing or self._is_only_one  # else ranks exchange their flags first
-            if self._collectives.world > 1 and is_awaited and not self._has_reported:
-                exchange = self._exchange or self.agreement.exchange(self._spare)
-                exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), blocking=False)
+            is_awaited = now.is_finishing or self._is_only_one  # else ranks exchange their flags first
+            if self._collectives.world > 1 and is_awaited and not now.has_reported:
+                exchange = now.exchange or self.agreement.exchange()
+                exchange.send_rest([], self._head(now)._replace(has_failed=True).to_row(), blocking=False)
         except CommunicationError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
-            self._exchange = self._early = None
             self._gradients.restore_grads()
-            self._buffers.forget()
+            now.buffers.forget()
+            # Values that were written are compared in the next step.
+            self._left = [] if now.buffers.written else now.buffers.versions()
 
     def finish(self) -> None:
         """Add up the results of all ranks; all shares of this rank have ended."""
-        step = self._step
-        assert step is not None
-        self._is_finishing = True
+        now = self._now
+        assert now is not None
+        step = now.step
+        now.is_finishing = True
         with self._collectives.phases.phase("finish", str(step)):
             self._check_complete(step)
-            reports, kept = self._reports_of_all(step)
+            reports, kept = self._reports_of_all(now)
             heads, first_changes = [each.head for each in reports], [each.changed_buffers for each in reports]
             travelling = self.agreement.buffers
             if self._collectives.world > 1:
-                self.agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
+                self.agreement.expect(now.buffers.travelling_next(first_changes), step.next_count)
             self._decisions.update(loops_of(heads), self._decisions.batch)
             check_modes(heads, self._collectives)
             self._check_precision(heads)
-            if self._audit is not None and self._evidence is not None:
-                self._evidence.compare(self._audit, str(step), self._collectives)
+            if step.audit is not None and now.evidence is not None:
+                now.evidence.compare(step.audit, str(step), self._collectives)
             used = [any(column) for column in zip(*(report.used for report in reports), strict=True)]
             sums: dict[int, Tensor] = {}
-            if self._exchange is None:
+            if now.exchange is None:
                 total = self._gradients.total(step.count)
             else:
-                total, sums = self._receive(self._exchange, reports, used, travelling.averaged)
+                total, sums = self._receive(now.exchange, reports, used, travelling.averaged)
             self._gradients.set_grads(total, self._divisor(step, reports))
-            self._buffers.finish(first_changes, self._collectives, sums, kept)
-        self._step = self._exchange = self._early = None
+            now.buffers.finish(first_changes, self._collectives, sums, kept)
+            self._left = now.buffers.versions()
+        self._now = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
 
     def _check_complete(self, step: Step) -> None:
-        if self._watch.changed() and (new := self._watch.new_parameters()):
+        if self._members.may_have_changed() and (new := self._members.new_parameters()):
             raise NotReplicableError(
                 f"parameter {new[0]} was put into the module while {step} was under way, so that shares which came "
                 "before, or other ranks have, do not count in its gradient; change modules between batches"
@@ -283,70 +256,68 @@ class ShareModule:
             rank = self._collectives.global_rank
             check_settings({"autocast": expected}, {"autocast": own}, rank, "when this run was saved")
 
-    def _reports_of_all(self, step: Step) -> tuple[list[ShareReport], list[dict[int, Tensor]]]:
+    def _reports_of_all(self, now: _InStep) -> tuple[list[ShareReport], list[dict[int, Tensor]]]:
         """Send the rest; return the reports of the ranks, and the buffers that each has kept."""
-        head = self._head(step)
+        head = self._head(now)
         if self._collectives.world == 1:
-            return [self._report(head, step)], [{}]
-        buffers = self._buffers.values()
+            return [self._report(head, now)], [{}]
+        buffers = now.buffers.values()
         head = head._replace(values=self.agreement.look(self.steps + 1, self._members, buffers))
-        self._has_reported = True
-        if self._exchange is None:
-            report, rows = None, self.agreement.exchange(self._spare).rows_alone(head.to_row())
+        now.has_reported = True
+        if now.exchange is None:
+            report, rows = None, self.agreement.exchange().rows_alone(head.to_row())
         else:
-            report = self._report(head, step)
-            rows = self._rows_of_all(self._exchange, report)
+            report = self._report(head, now)
+            rows = self._rows_of_all(now, now.exchange, report)
         heads = Head.of_rows(rows)
-        check_heads(heads, step, self._collectives)
+        check_heads(heads, now.step, self._collectives)
         if any(each.differs for each in heads):
-            self.agreement.renew(self._members, step, heads)
+            self.agreement.renew(self._members, now.step, heads)
         self.agreement.check_buffers(buffers, heads)
         self.agreement.check_values(self._members, buffers, heads)
         if report is None:
-            self._exchange = self.agreement.exchange(self._spare)
-            report = self._report(head, step)
-            rows = self._rows_of_all(self._exchange, report)
+            now.exchange = self.agreement.exchange()
+            report = self._report(head, now)
+            rows = self._rows_of_all(now, now.exchange, report)
         reports, kept = ShareReport.of_rows(rows, report)
-        return reports, [self._buffers.split_kept(each, self.agreement.buffers.kept) for each in kept]
+        return reports, [now.buffers.split_kept(each, self.agreement.buffers.kept) for each in kept]
 
-    def _rows_of_all(self, exchange: ShareExchange, report: ShareReport) -> Tensor:
+    def _rows_of_all(self, now: _InStep, exchange: ShareExchange, report: ShareReport) -> Tensor:
         """Send partial sums and the report; return the rows of all ranks."""
         buffers = self.agreement.buffers
-        sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(buffers.averaged))
-        exchange.send_rest(sums, torch.cat([report.to_row(), self._buffers.kept(buffers.kept)]), blocking=True)
+        sums = with_buffers(self._gradients.take_terms(), now.buffers.sums(buffers.averaged))
+        exchange.send_rest(sums, torch.cat([report.to_row(), now.buffers.kept(buffers.kept)]), blocking=True)
         return exchange.rows()
 
-    def _head(self, step: Step) -> Head:
+    def _head(self, now: _InStep) -> Head:
         """Return this rank's head of the step, which does not depend on the other ranks."""
         loops, precision = self._decisions, number_of(self.precision) if self.precision else 0
         return Head(
-            number_of(*step.describe()),
+            number_of(*now.step.describe()),
             precision,
-            self._modes,
-            self._buffers.written,
+            now.modes,
+            now.buffers.written,
             stops=loops.asks_to_stop,
             skips=loops.skips_next,
             ends=loops.innermost.batch.ends,
-            differs=self._exchange is None,
+            differs=now.exchange is None,
+            is_late=now.exchange is not None and now.exchange.is_late,
         )
 
-    def _report(self, head: Head, step: Step) -> ShareReport:
-        weights = [self._weights.get(share, nan) for share in range(step.count)]
-        leaving = 0 if self._exchange is None else self._exchange.plan.leave_early
-        late = [self._early is not None and number in self._early.late for number in range(leaving)]
-        return ShareReport(head, weights, self._gradients.used, self._buffers.first_change, late)
+    def _report(self, head: Head, now: _InStep) -> ShareReport:
+        weights = [now.weights.get(share, nan) for share in range(now.step.count)]
+        return ShareReport(head, weights, self._gradients.used, now.buffers.first_change)
 
     def _receive(
         self, exchange: ShareExchange, reports: Sequence[ShareReport], used: Sequence[bool], averaged: Sequence[int]
     ) -> tuple[Values, dict[int, Tensor]]:
         """Return the sums over all shares, of the gradients and of the buffers that travelled with them."""
-        late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
-        exchange.send_again([number for number, is_late in enumerate(late) if is_late])
-        self._may_overlap = self._may_overlap and not any(late)
+        if any(report.head.is_late for report in reports):
+            exchange.send_again()
+            self._may_overlap = False
         sums = dict(exchange.receive())
-        total = [sums.pop(len(used) - 1 - number) for number in range(len(used))]
-        buffers = {number: sums[len(used) + place] for place, number in enumerate(averaged)}
-        return [value if is_used else None for value, is_used in zip(total, used, strict=True)], buffers
+        total = [sums[number] if is_used else None for number, is_used in enumerate(used)]
+        return total, {number: sums[len(used) + place] for place, number in enumerate(averaged)}
 
     def _divisor(self, step: Step, reports: Sequence[ShareReport]) -> float:
         weights = weights_of_all(reports)
@@ -358,10 +329,9 @@ class ShareModule:
 
     def weigh(self, weight: float) -> None:
         """Add to the weight of the loss of the share under way."""
-        share = self._share_under_way("accumulate(model, weight=...)")
-        if self._is_auditing:
-            return
-        self._weights[share] = self._weights.get(share, 0.0) + weight
+        now = self._in_share("accumulate(model, weight=...)")
+        if now.share is not None and not now.is_auditing:
+            now.weights[now.share] = now.weights.get(now.share, 0.0) + weight
 
     @property
     def precision(self) -> str:
@@ -370,9 +340,9 @@ class ShareModule:
 
     def note_forward(self, training: bool) -> None:
         """Record that a forward begins, in training mode or not."""
-        if self._step is not None and self._share is not None and torch.is_grad_enabled():
+        if self._now is not None and self._now.share is not None and torch.is_grad_enabled():
             self._precisions.update(precision_on(device.type) for device in self.devices)
-            self._modes |= TRAINING if training else EVALUATION
+            self._now.modes |= TRAINING if training else EVALUATION
 
     def expect(self, precision: str | None, steps: int) -> None:
         """Continue after ``steps`` steps, whose forwards ran in that precision."""
@@ -380,19 +350,20 @@ class ShareModule:
         self.steps = steps
 
     def _arrived(self, number: int) -> None:
-        if self._step is None or self._share is None:
-            name = self._gradients.names[number]
-            self._share_under_way(f"a backward pass has reached parameter {name}, which")
-        if self._early is not None and not self._is_auditing:
-            self._early.arrived(number)
+        now = self._now
+        if now is None or now.share is None:
+            now = self._in_share(f"a backward pass has reached parameter {self._gradients.names[number]}, which")
+        share = now.share
+        if share is not None and now.is_last and now.exchange is not None:
+            now.exchange.arrived(number, lambda: self._gradients.terms_with(share))
 
-    def _share_under_way(self, what: str) -> int:
-        share = self._share
-        if self._step is None or share is None:
+    def _in_share(self, what: str) -> _InStep:
+        """Return the step under way; raise :class:`ShareError` if no share of it is, so that ``what`` cannot be."""
+        if self._now is None or self._now.share is None:
             raise ShareError(
                 f"{what} belongs to a share, but none is under way: this module is replicated with "
                 f"shares={self.shares}. Run forward and backward inside of `for ... in batch`, where batch comes from "
                 "lockstep.shares.GlobalBatches on the same process group; for gradients beside training use "
                 "torch.autograd.grad, or copy.deepcopy(model)"
             )
-        return share
+        return self._now

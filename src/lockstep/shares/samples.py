@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -67,18 +67,14 @@ def as_it_is(share: Any) -> Any:
 @contextmanager
 def _generators_kept() -> Iterator[None]:
     """Restore the generators of the training process; in a worker, nothing else draws from them."""
-    if get_worker_info() is not None:
+    with ExitStack() as stack:
+        if get_worker_info() is None:
+            stack.callback(torch.random.set_rng_state, torch.random.get_rng_state())
+            stack.callback(random.setstate, random.getstate())
+            if "numpy" in sys.modules:
+                numbers = sys.modules["numpy"].random
+                stack.callback(numbers.set_state, numbers.get_state())
         yield
-        return
-    numpy = sys.modules.get("numpy")
-    before = torch.random.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(before[0])
-        random.setstate(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])
 
 
 def _seed_all(seed: int) -> None:

@@ -19,14 +19,14 @@ from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.buffers import Buffer
-from lockstep.distributed.reduction.parameters import Contents
+from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
 from lockstep.distributed.reduction.values import PARAMETERS_AND_BUFFERS, ValueChecker, check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 from lockstep.shares.gradients import sum_dtype
 from lockstep.shares.share_buffers import TravellingBuffers, specs_of
 from lockstep.shares.share_exchange import ExchangePlan, ShareExchange
-from lockstep.shares.share_report import HEAD_BYTES, Head, ShareReport
+from lockstep.shares.share_report import HEAD_BYTES, Head, layout_of
 from lockstep.shares.share_step import Step
 from lockstep.shares.spare import SpareMemory
 
@@ -34,14 +34,31 @@ from lockstep.shares.spare import SpareMemory
 class Members:
     """The replicated parameters and buffers of a module at one moment."""
 
-    def __init__(self, contents: Contents, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(self, selection: Selection, reduce_dtype: torch.dtype | None) -> None:
+        contents = selection.contents()
+        self._selection = selection
         self._contents = contents
         self._reduce_dtype = reduce_dtype
         self.parameters: Sequence[tuple[str, Parameter]] = contents.parameters
         self.buffers: Sequence[Buffer] = contents.buffers
-        self.trained = [(name, parameter) for name, parameter in contents.parameters if parameter.requires_grad]
+        self.trained = [(name, parameter) for name, parameter in reversed(self.parameters) if parameter.requires_grad]
+        """The trained parameters, in the order in which their gradients travel: from the last to the first."""
         self._lines = self.describe()
-        self._devices = [parameter.device for _, parameter in contents.parameters]
+        self._slots = SlotSnapshot([owner for _, owner in selection.owners()])
+        self._slots_of_buffers = selection.buffers()
+        self._kinds = self._present_kinds()
+
+    def _present_kinds(self) -> list[tuple[bool, torch.dtype, torch.Size, torch.device]]:
+        return [(p.requires_grad, p.dtype, p.shape, p.device) for _, p in self.parameters]
+
+    def may_have_changed(self) -> bool:
+        """Return True if the module may have other parameters or buffers by now."""
+        return self._slots.changed() or self._slots_of_buffers.changed() or self._present_kinds() != self._kinds
+
+    def new_parameters(self) -> list[str]:
+        """Return the names of parameters that have been added to the module since."""
+        known = {id(parameter) for _, parameter in self.parameters}
+        return [name for name, parameter in self._selection.contents().parameters if id(parameter) not in known]
 
     def describe(self, before: "Members | None" = None) -> list[Line]:
         """Return the lines that must be the same on all ranks, whose members were ``before`` until now."""
@@ -54,14 +71,14 @@ class Members:
         pairs = zip(self.parameters, others.parameters, strict=False)
         return self is others or (
             self._lines == others._lines
-            and self._devices == others._devices
+            and self._kinds == others._kinds
             and all(parameter is other for (_, parameter), (_, other) in pairs)
         )
 
     @cached_property
     def specs(self) -> list[TensorSpec]:
-        """The layouts in which gradients are added, from the last parameter to the first."""
-        local = [(name, local_part(parameter)) for name, parameter in reversed(self.trained)]
+        """The layouts in which gradients are added."""
+        local = [(name, local_part(parameter)) for name, parameter in self.trained]
         dtypes = [sum_dtype(p.dtype, self._reduce_dtype) for _, p in local]
         return [
             TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), dtype, p.device)
@@ -83,12 +100,13 @@ class Agreement:
     """The present agreement of the ranks for one module.
 
     With ``compares_values``, parameters that are new and buffers that a program wrote must have equal values on all
-    ranks.
+    ranks. ``spare`` takes the memory of partial sums that have been sent.
     """
 
-    def __init__(self, members: Members, collectives: Collectives, compares_values: bool) -> None:
+    def __init__(self, members: Members, collectives: Collectives, compares_values: bool, spare: SpareMemory) -> None:
         self._members = members
         self._collectives = collectives
+        self._spare = spare
         self._compares_values = compares_values
         self._agreed = _Agreed(0, TravellingBuffers(), ExchangePlan([], [], 1, collectives), HEAD_BYTES)
         self._watch: ValueChecker | None = None
@@ -102,9 +120,9 @@ class Agreement:
         """Return True if the ranks have agreed on a step of ``count`` shares of a module with these ``members``."""
         return count == self._agreed.shares and members.are(self._members)
 
-    def exchange(self, spare: SpareMemory) -> ShareExchange:
+    def exchange(self) -> ShareExchange:
         """Return the exchange of a step."""
-        return ShareExchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, spare)
+        return ShareExchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, self._spare)
 
     def expect(self, buffers: TravellingBuffers, count: int) -> None:
         """Set the buffers and the number of shares of the next step, which all ranks know."""
@@ -115,7 +133,7 @@ class Agreement:
         members = self._members
         averaged = specs_of([members.buffers[number] for number in buffers.averaged])
         plan = ExchangePlan(members.specs, averaged, count, self._collectives)
-        row_bytes = ShareReport.row_bytes(count, len(members.trained), len(members.buffers), plan.leave_early)
+        row_bytes = HEAD_BYTES + layout_of(count, len(members.trained), len(members.buffers)).size
         kept = sum(members.buffers[number].nbytes for number in buffers.kept)
         return _Agreed(count, buffers, plan, row_bytes + kept)
 

@@ -44,38 +44,34 @@ def specs_of(buffers: Sequence[Buffer]) -> list[TensorSpec]:
     return [TensorSpec.of(torch.empty(b.shape, dtype=sum_dtype(b.dtype), device=b.device)) for b in buffers]
 
 
-class ShareBuffers:
-    """The buffers of one module in one step."""
+Versions = Sequence[tuple[Tensor | None, int]]
+"""The tensors of buffers with their versions, to be compared later."""
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
+
+class ShareBuffers:
+    """The buffers of one module in one step of ``count`` shares, which begin with their present values.
+
+    ``left`` are the :meth:`versions` that the step before has left, if it is known that all ranks had equal values.
+    """
+
+    @torch.no_grad()
+    def __init__(self, buffers: Sequence[Buffer], count: int, left: Versions) -> None:
         self.buffers = buffers
         self._is_averaged = [b.dtype.is_floating_point or b.dtype.is_complex for b in buffers]
-        self._start: list[Tensor | None] = []
+        self._start = [None if (tensor := b.current()) is None else tensor.detach().clone() for b in buffers]
         self._sums: PartialSums[Values] = PartialSums(self._merge)
         self._kept: dict[int, Tensor] = {}
         self._dirty = False
-        self._count = 0
-        self._left: list[tuple[Tensor | None, int]] = []
-        self.written = 0
+        self._count = count
+        now = self.versions()
+        is_left = len(left) == len(now) and all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True))
+        self.written = 0 if is_left else number_of(Digests([each for _, each in self.values()]).each())
         """A digest of the values of the step, if a program has written any since the step before; else 0."""
         self.first_change = [UNCHANGED] * len(buffers)
         """The first share of this rank that has changed each buffer, or -1."""
 
-    @torch.no_grad()
-    def open(self, count: int) -> None:
-        """Begin a step of ``count`` shares: keep the values."""
-        self._start = [None if (tensor := b.current()) is None else tensor.detach().clone() for b in self.buffers]
-        self._sums = PartialSums(self._merge)
-        self._kept = {}
-        self._dirty = False
-        self._count = count
-        left, now = self._left, self._versions()
-        is_left = len(left) == len(now) and all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True))
-        self.written = 0 if is_left else number_of(Digests([each for _, each in self.values()]).each())
-        self.first_change = [UNCHANGED] * len(self.buffers)
-
-    def _versions(self) -> list[tuple[Tensor | None, int]]:
-        """Return the tensors of the buffers with their versions, to be compared later."""
+    def versions(self) -> Versions:
+        """Return the present versions of the buffers."""
         tensors = (buffer.current() for buffer in self.buffers)
         return [(each, 0 if each is None or each.is_inference() else each._version) for each in tensors]
 
@@ -104,7 +100,6 @@ class ShareBuffers:
         """Give the buffers the values of the step, whatever a share has changed."""
         self._dirty = True
         self.restore()
-        self._left = [] if self.written else self._versions()  # values that were written are compared in the next step
 
     @torch.no_grad()
     def add(self, share: int) -> None:
@@ -200,8 +195,6 @@ class ShareBuffers:
             deciding.setdefault(first[1], []).append(number)
         for rank, numbers in deciding.items():
             self._take_over(numbers, rank, collectives, kept[rank])
-        self._start = [None] * len(self.buffers)
-        self._left = self._versions()
 
     def _add_up(self, numbers: Sequence[int], collectives: Collectives) -> list[Tensor]:
         """Return the sums over all shares of averaged buffers that have not travelled with the gradients."""

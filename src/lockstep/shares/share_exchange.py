@@ -2,11 +2,15 @@
 
 Tensors are laid out in flat buckets (:mod:`lockstep.buckets`): the gradients, in the order in which backward computes
 them, and the averaged buffers. A rank has one flat part of each bucket for each of its partial sums;
-:mod:`lockstep.shares.transport` says how these travel. Buckets are sent in order, some of them while backward runs;
-with the last one, each rank sends a row of bytes, its report.
+:mod:`lockstep.shares.transport` says how these travel. Buckets are sent in order; with the last one, each rank sends a
+row of bytes, its report.
+
+Some buckets are sent while the backward pass of the last share runs, each when it has all the gradients that it had in
+the step before. Partial sums and gradients are kept meanwhile: if another gradient comes after all - a share runs a
+second backward - all ranks send these buckets once more at the end.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +19,7 @@ from torch import Tensor
 from lockstep.buckets import Bucket, TensorSpec, plan_buckets
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.shares.spare import SpareMemory
-from lockstep.shares.transport import AllToAllTransport, Layout, SharedMemoryTransport, Terms, Transport
+from lockstep.shares.transport import Layout, Terms, Transport, transport_of
 
 CAP_BYTES = 25 * 1024 * 1024
 SMALL_BYTES = 1024 * 1024
@@ -43,6 +47,9 @@ class ExchangePlan:
             if is_last or not bucket.slots or is_shared or not self._fits(number, shares):
                 break
             self.leave_early = number + 1
+        leaving = enumerate(self.buckets[: self.leave_early])
+        self.early = {slot.index: number for number, bucket in leaving for slot in bucket.slots}
+        """The number of the bucket of each gradient that is sent while backward runs."""
 
     def _fits(self, number: int, shares: int) -> bool:
         """Return True if memory for log2(shares) + 1 gradients suffices on every rank while a bucket is under way,
@@ -86,8 +93,7 @@ class ShareExchange:
 
     def __init__(self, plan: ExchangePlan, row_bytes: int, collectives: Collectives, spare: SpareMemory) -> None:
         self.plan = plan
-        self.sent = 0
-        """``sent`` is the number of buckets that have been sent."""
+        self._sent = 0
         self._collectives = collectives
         self._spare = spare
         self._row_bytes = row_bytes + -row_bytes % _ALIGNMENT
@@ -95,28 +101,52 @@ class ShareExchange:
         """True if :meth:`place` copies values."""
         self._transports = [self._transport(number) for number in range(len(plan.buckets))]
         self._sums: Sequence[Terms] = ()
+        self._missing: list[set[int]] = []
+        """The gradients that each bucket waits for, of those that are sent while backward runs."""
+        self.is_late = False
+        """True if a bucket was sent before another of its gradients came."""
 
     @torch.no_grad()
-    def place(self, first_share: int, values: list[Tensor | None]) -> None:
+    def place(self, first_share: int, values: list[Tensor | None]) -> list[Tensor | None]:
         """Copy the values of ``first_share`` to the memory that they are sent from, if a partial sum of this rank
-        begins with it and such memory exists before the end of the step. The copies replace the entries of
-        ``values``."""
+        begins with it and such memory exists before the end of the step. Return the copies, or the values."""
         begins = self.plan.layout.first_shares[self._collectives.rank]
-        if first_share in begins:
-            for bucket, transport in zip(self.plan.buckets, self._transports, strict=True):
-                given = [values[slot.index] if slot.index < len(values) else None for slot in bucket.slots]
-                for slot, value in zip(bucket.slots, transport.place(begins.index(first_share), given), strict=True):
-                    if value is not None:
-                        values[slot.index] = value
+        if first_share not in begins:
+            return values
+        of_buffers = sum(len(bucket.slots) for bucket in self.plan.buckets) - len(values)
+        placed = [*values, *[None] * of_buffers]
+        for bucket, transport in zip(self.plan.buckets, self._transports, strict=True):
+            given = [placed[slot.index] for slot in bucket.slots]
+            for slot, value in zip(bucket.slots, transport.place(begins.index(first_share), given), strict=True):
+                placed[slot.index] = value
+        return placed[: len(values)]
+
+    def send_early(self, expected: Collection[int]) -> None:
+        """From now on send buckets while backward runs, as soon as they have the gradients with these numbers."""
+        self._missing = [set() for _ in range(self.plan.leave_early)]
+        for number in expected:
+            if number in self.plan.early:
+                self._missing[self.plan.early[number]].add(number)
 
     @torch.no_grad()
-    def send_next(self, sums: Sequence[Terms]) -> None:
-        """Begin to send the next bucket, while backward runs. ``sums`` are this rank's partial sums, in share order;
-        they are kept, since the bucket may have to be sent again."""
-        self._settle()
-        self._transports[self.sent].fill(sums)
-        self._transports[self.sent].send(None, blocking=False)
-        self.sent += 1
+    def arrived(self, number: int, find_sums: Callable[[], Sequence[Terms]]) -> None:
+        """Record a parameter's gradient; begin to send the buckets that are complete now.
+
+        ``find_sums`` returns this rank's partial sums, in share order. They are kept, since a bucket may have to be
+        sent again.
+        """
+        bucket = self.plan.early.get(number)
+        if bucket is None or not self._missing:
+            return
+        if bucket < self._sent:
+            self.is_late = True
+            return
+        self._missing[bucket].discard(number)
+        while self._sent < len(self._missing) and not self._missing[self._sent]:
+            self._settle()
+            self._transports[self._sent].fill(find_sums())
+            self._transports[self._sent].send(None, blocking=False)
+            self._sent += 1
 
     @torch.no_grad()
     def send_rest(self, sums: Sequence[Terms], row: Tensor, *, blocking: bool) -> None:
@@ -124,7 +154,7 @@ class ShareExchange:
         is empty if only the rows matter: then anything is sent."""
         self._sums = sums
         padded = torch.nn.functional.pad(row, (0, self._row_bytes - len(row)))
-        for number in range(self.sent, len(self._transports)):
+        for number in range(self._sent, len(self._transports)):
             is_last = number + 1 == len(self._transports)
             if sums or blocking:  # else other ranks are told of a failure, without waiting
                 self._settle()
@@ -132,7 +162,7 @@ class ShareExchange:
             if number >= self.plan.leave_early:  # else a rank that has sent it early may ask for it again
                 self._drop(number)
             self._transports[number].send(padded if is_last else None, blocking=blocking and is_last)
-            self.sent += 1
+            self._sent += 1
 
     def rows(self) -> Tensor:
         """Return the rows of all ranks, in rank order, on the CPU; waits for them."""
@@ -147,9 +177,9 @@ class ShareExchange:
         return self.rows()
 
     @torch.no_grad()
-    def send_again(self, numbers: Collection[int]) -> None:
-        """Begin to send buckets again, because some rank has got further gradients for them since."""
-        for number in numbers:
+    def send_again(self) -> None:
+        """Begin to send the first buckets again, because some rank has got further gradients since it sent them."""
+        for number in range(self.plan.leave_early):
             self._transports[number].wait()
             self._transports[number] = self._transport(number)
             self._transports[number].fill(self._sums)
@@ -171,16 +201,14 @@ class ShareExchange:
         return received
 
     def _transport(self, number: int) -> Transport:
-        bucket, collectives = self.plan.buckets[number], self._collectives
-        row_bytes = self._row_bytes if number + 1 == len(self.plan.buckets) else 0
-        if collectives.can_add_in_order(bucket.device):
-            return SharedMemoryTransport(bucket, self.plan.layout, collectives, row_bytes)
-        return AllToAllTransport(bucket, self.plan.layout, collectives, row_bytes, self._spare)
+        is_last = number + 1 == len(self.plan.buckets)
+        row_bytes = self._row_bytes if is_last else 0
+        return transport_of(self.plan.buckets[number], self.plan.layout, self._collectives, row_bytes, self._spare)
 
     def _settle(self) -> None:
         """Wait for the bucket sent last if it holds extra memory meanwhile: so there are never two of these."""
-        if self.sent:
-            self._transports[self.sent - 1].settle()
+        if self._sent:
+            self._transports[self._sent - 1].settle()
 
     def _drop(self, number: int) -> None:
         """Drop the partial sums of a bucket."""

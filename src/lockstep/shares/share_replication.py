@@ -15,7 +15,7 @@ from lockstep.distributed.replication.replicate import Loss, replicate_shares_wi
 from lockstep.distributed.replication.replication import Replication
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 from lockstep.shares.module import ShareModule
-from lockstep.shares.share_settings import check_settings, describe_settings, settings_of
+from lockstep.shares.share_settings import check_settings, settings_of
 from lockstep.shares.share_state import ShareWorld, check_shares, world_of
 
 
@@ -57,7 +57,7 @@ class ShareReplication(Replication):
             Line("shares", f"{self._shares}, loss {self._loss!r}"),
             Line("option reduce_dtype", str(self.options.reduce_dtype)),
             Line("modules that are replicated with shares before", str(world_of(collectives.group).joined)),
-            *describe_settings(settings_of(devices)),
+            *(Line(name, value) for name, value in settings_of(devices).items()),
             *contents.describe(),
         ]
         check_same_on_all_ranks(lines, collectives, error=error)

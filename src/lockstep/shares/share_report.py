@@ -1,13 +1,12 @@
-"""The report of a step: one row from each rank, of whole numbers of eight bytes.
+"""The report of a step: one row of bytes from each rank.
 
 A row begins with a head, which means the same on every rank, even if their modules or steps are not the same."""
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import isnan
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -47,20 +46,21 @@ class Head(NamedTuple):
     differs: bool = False
     """True if this rank has another module, or another number of shares, than the ranks have agreed on: then nothing
     follows the head."""
+    is_late: bool = False
+    """True if another gradient came after its bucket was sent."""
 
     def to_row(self) -> Tensor:
         """Return the head as bytes."""
-        return _bytes_of(self)
+        return _packed(_HEAD, self)
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """Return the heads of the rows of all ranks."""
-        flags = cls._fields.index("stops")
-        heads = _numbers_of(rows[:, :HEAD_BYTES])
-        return [cls._make([*head[:flags], *map(bool, head[flags:])]) for head in heads]
+        return [cls(*_HEAD.unpack(bytes(row))) for row in rows[:, :HEAD_BYTES].tolist()]
 
 
-HEAD_BYTES = 8 * len(Head._fields)
+_HEAD = struct.Struct("<5q6?")
+HEAD_BYTES = _HEAD.size
 """Size of a head in bytes."""
 
 
@@ -75,44 +75,36 @@ class ShareReport:
     """True for each parameter that has a gradient."""
     changed_buffers: Sequence[int]
     """The first share of this rank that has changed each buffer, or -1."""
-    late: Sequence[bool] = ()
-    """True for each bucket for which another gradient came after it was sent."""
 
-    @staticmethod
-    def row_bytes(shares: int, parameters: int, buffers: int, buckets: int) -> int:
-        """Return the size of a row with so many shares, parameters, buffers, and buckets that may be late, in bytes."""
-        return HEAD_BYTES + 8 * (shares + parameters + buffers + buckets)
+    @property
+    def layout(self) -> struct.Struct:
+        """The layout of the report's row behind its head."""
+        return layout_of(len(self.weights), len(self.used), len(self.changed_buffers))
 
     def to_row(self) -> Tensor:
         """Return the report as bytes."""
-        weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
-        return _bytes_of([*self.head, *weights, *self.used, *self.changed_buffers, *self.late])
+        body = _packed(self.layout, [*self.weights, *self.used, *self.changed_buffers])
+        return torch.cat([self.head.to_row(), body])
 
     @classmethod
     def of_rows(cls, rows: Tensor, like: Self) -> tuple[list[Self], list[Tensor]]:
         """Return the reports of all ranks, each with as many entries as ``like``, and the bytes behind each."""
-        end = len(like.to_row())
-        bodies = _numbers_of(rows[:, HEAD_BYTES:end])
-        reports = [cls._of_row(head, body, like) for head, body in zip(Head.of_rows(rows), bodies, strict=True)]
+        layout, shares = like.layout, len(like.weights)
+        end, used = HEAD_BYTES + layout.size, shares + len(like.used)
+        reports = []
+        for head, row in zip(Head.of_rows(rows), rows[:, HEAD_BYTES:end].tolist(), strict=True):
+            values = layout.unpack(bytes(row))
+            reports.append(cls(head, values[:shares], values[shares:used], values[used:]))
         return reports, list(rows[:, end:])
 
-    @classmethod
-    def _of_row(cls, head: Head, row: Sequence[int], like: Self) -> Self:
-        entries = iter(row)
-        bits = struct.pack(f"<{len(like.weights)}q", *islice(entries, len(like.weights)))
-        weights = struct.unpack(f"<{len(like.weights)}d", bits)
-        used = [bool(each) for each in islice(entries, len(like.used))]
-        changed = list(islice(entries, len(like.changed_buffers)))
-        return cls(head, weights, used, changed, [bool(each) for each in entries])
+
+def layout_of(shares: int, parameters: int, buffers: int) -> struct.Struct:
+    """Return the layout of a report's row behind its head."""
+    return struct.Struct(f"<{shares}d{parameters}?{buffers}q")
 
 
-def _bytes_of(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
-
-
-def _numbers_of(rows: Tensor) -> list[list[int]]:
-    numbers: list[list[int]] = rows.contiguous().view(torch.int64).tolist()
-    return numbers
+def _packed(layout: struct.Struct, values: Sequence[Any]) -> Tensor:
+    return torch.frombuffer(bytearray(layout.pack(*values)), dtype=torch.uint8)
 
 
 def number_of(*parts: object) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from lockstep.distributed.comm.agreement import Line
 from lockstep.errors import AgreementError
 
 _LIBRARIES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
@@ -58,11 +57,6 @@ def _name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
     return device.type
-
-
-def describe_settings(settings: Mapping[str, str]) -> list[Line]:
-    """Return settings as lines that ranks compare."""
-    return [Line(name, value) for name, value in settings.items()]
 
 
 def check_settings(before: Mapping[str, str], now: Mapping[str, str], rank: int, since: str) -> None:

@@ -7,7 +7,7 @@ ends: then gradients are put together. One that is left in between is aborted: i
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -68,7 +68,7 @@ class ShareWorld:
         self._modules.append(weakref.ref(module))
         self._state.modules_with_shares += 1
         if self.step is not None:
-            module.open(self.step, self._own)
+            module.open(self.step)
             if self.share is not None:
                 self._enter(module, self.share)
 
@@ -87,7 +87,7 @@ class ShareWorld:
             with random_streams(devices) as self._seed:
                 self.step = step
                 for each in self.modules:
-                    each.open(step, self._own)
+                    each.open(step)
                 yield
             for each in self._used_on_any_rank():
                 each.finish()
@@ -117,7 +117,8 @@ class ShareWorld:
         self.is_auditing = again
         for each in self.modules:
             self._enter(each, share)
-        with self._inside(share):
+        # Modules of the group that are replicated without shares must not synchronise inside.
+        with nullcontext() if self._decisions is None else self._decisions.inside_share(share):
             yield
         for each in self.modules:
             each.leave()
@@ -126,10 +127,6 @@ class ShareWorld:
 
     def _enter(self, module: ShareModule, share: int) -> None:
         module.enter(share, not self.is_auditing and share == self._own[-1], self.is_auditing)
-
-    def _inside(self, share: int) -> AbstractContextManager[None]:
-        """Return a block in which modules of the group that are replicated without shares must not synchronise."""
-        return nullcontext() if self._decisions is None else self._decisions.inside_share(share)
 
     def _used_on_any_rank(self) -> list[ShareModule]:
         """Return the modules whose gradients are to be added up, the same on every rank.

@@ -60,6 +60,12 @@ class Step:
         """The number of shares of this step."""
         return len(self.rows)
 
+    def loaded_by(self, rank: int, world: int) -> list[tuple[int, bool]]:
+        """Return the shares that a rank loads, in order, each with True if it is computed again, for the audit."""
+        own = [(share, False) for share in shares_of(rank, world, self.count)]
+        again = [(self.audit.share, True)] if self.audit is not None and self.audit.auditor == rank else []
+        return own + again
+
     def __str__(self) -> str:
         return f"batch {self.batch} of epoch {self.epoch}"
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from lockstep.local.random_streams import drawing_from
 from lockstep.seeds import derive_seed
 
-Seed = Callable[[int], None]
+Seed = Callable[[int], object]
 _process = threading.Lock()
 """Held by the step that seeds the generators of the process."""
 
@@ -28,14 +29,28 @@ _process = threading.Lock()
 @contextmanager
 def random_streams(devices: Collection[torch.device]) -> Iterator[Seed]:
     """Yield a function that seeds every generator, and restore them. ``devices``: the accelerators that draw."""
+    seeds: list[Seed] = []
     with ExitStack() as stack:
-        seeds = [stack.enter_context(_torch_stream())]
-        seeds += [stack.enter_context(_device_stream(device)) for device in devices if device.type != "cpu"]
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(torch.random.set_rng_state, torch.random.get_rng_state())
+            seeds.append(torch.default_generator.manual_seed)
+        else:
+            own = torch.Generator()
+            stack.enter_context(drawing_from(own))
+            seeds.append(own.manual_seed)
+        for device in devices:
+            if device.type != "cpu":
+                module: Any = torch.get_device_module(device)
+                stack.callback(module.set_rng_state, module.get_rng_state(device), device)
+                seeds.append(partial(_seed_device, device))
         if _process.acquire(blocking=False):
             stack.callback(_process.release)
-            seeds += [stack.enter_context(_python_stream())]
+            stack.callback(random.setstate, random.getstate())
+            seeds.append(random.seed)
             if "numpy" in sys.modules:
-                seeds += [stack.enter_context(_numpy_stream(sys.modules["numpy"].random))]
+                numbers = sys.modules["numpy"].random
+                stack.callback(numbers.set_state, numbers.get_state())
+                seeds.append(lambda seed: numbers.seed([seed & 0xFFFFFFFF, seed >> 32]))
 
         def seed_all(seed: int) -> None:
             for number, each in enumerate(seeds):
@@ -44,56 +59,7 @@ def random_streams(devices: Collection[torch.device]) -> Iterator[Seed]:
         yield seed_all
 
 
-@contextmanager
-def _torch_stream() -> Iterator[Seed]:
-    if threading.current_thread() is threading.main_thread():
-        before = torch.random.get_rng_state()
-        try:
-            yield _seed_default
-        finally:
-            torch.random.set_rng_state(before)
-    else:
-        own = torch.Generator()
-        with drawing_from(own):
-            yield lambda seed: _seed(own, seed)
-
-
-def _seed_default(seed: int) -> None:
-    _seed(torch.random.default_generator, seed)  # type: ignore[attr-defined]
-
-
-def _seed(generator: Any, seed: int) -> None:
-    generator.manual_seed(seed)
-
-
-@contextmanager
-def _device_stream(device: torch.device) -> Iterator[Seed]:
-    module = torch.get_device_module(device)
-    before = module.get_rng_state(device)
-
-    def seed_device(seed: int) -> None:
-        with torch.accelerator.device_index(device.index or 0):
-            module.manual_seed(seed)
-
-    try:
-        yield seed_device
-    finally:
-        module.set_rng_state(before, device)
-
-
-@contextmanager
-def _python_stream() -> Iterator[Seed]:
-    before = random.getstate()
-    try:
-        yield random.seed
-    finally:
-        random.setstate(before)
-
-
-@contextmanager
-def _numpy_stream(generator: Any) -> Iterator[Seed]:
-    before = generator.get_state()
-    try:
-        yield lambda seed: generator.seed([seed & 0xFFFFFFFF, seed >> 32])
-    finally:
-        generator.set_state(before)
+def _seed_device(device: torch.device, seed: int) -> None:
+    module: Any = torch.get_device_module(device)
+    with torch.accelerator.device_index(device.index or 0):
+        module.manual_seed(seed)

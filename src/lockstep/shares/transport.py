@@ -8,8 +8,8 @@ on three ranks, two of which have two partial sums, it is up to a half more.
 A *row* of bytes from each rank may travel with a bucket, in the same collective. It arrives before the sums do.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,12 +31,13 @@ class Layout:
     """The partial sums of each rank in a step with ``shares`` shares, and the order in which they are added."""
 
     def __init__(self, shares: int, world: int) -> None:
-        owned = [nodes_of(shares_of(rank, world, shares)) for rank in range(world)]
+        own = [shares_of(rank, world, shares) for rank in range(world)]
+        owned = [nodes_of(each) for each in own]
         self.counts = [len(nodes) for nodes in owned]
         """Number of partial sums of each rank."""
         self.first_shares = [[node.first for node in nodes] for nodes in owned]
         """The first share of each partial sum, by rank."""
-        self.terms = [_most_terms(shares_of(rank, world, shares)) for rank in range(world)]
+        self.terms = [len(nodes_of(each[:-1])) + 1 for each in own]
         """Number of terms of each rank's partial sums while its last share runs."""
         self.additions = plan_additions([node for nodes in owned for node in nodes], shares)
         places = [Place(rank, part) for rank, count in enumerate(self.counts) for part in range(count)]
@@ -44,67 +45,79 @@ class Layout:
         """The additions by rank and part."""
 
 
-def _most_terms(own: range) -> int:
-    return len(nodes_of(own[:-1])) + 1
-
-
-class Transport(Protocol):
+class Transport(ABC):
     """One bucket under way: filled, sent, waited for, gathered, and received."""
-
-    def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Copy values of the bucket's tensors, with which a partial sum begins, to the memory that it is sent from, so
-        that the rest is added there; return the copies, or the same values if there is no such memory."""
-
-    def fill(self, sums: Sequence[Terms]) -> None:
-        """Write this rank's partial sums, in share order; none if the step has failed: then anything is sent."""
-
-    def send(self, row: Tensor | None, *, blocking: bool) -> None:
-        """Begin to send; ``blocking`` if :meth:`wait` is called at once."""
-
-    def settle(self) -> None:
-        """Free the memory that the sums do not need, if the bucket holds more while it is under way."""
-
-    def wait(self) -> None:
-        """Return when the rows of all ranks have arrived."""
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows of all ranks, in rank order, as bytes."""
-
-    def gather(self) -> None:
-        """Begin to give the sums to all ranks, unless they have them. Every rank calls it in the same order."""
-
-    def result(self) -> Tensor:
-        """Return the sums over all shares: a flat tensor that belongs to the caller."""
-
-
-class SharedMemoryTransport:
-    """A bucket whose ranks write their sums to each other."""
 
     def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
         self._bucket = bucket
         self._layout = layout
         self._collectives = collectives
-        self._parts = max(layout.counts)
-        self._gathered = row_bytes // bucket.dtype.itemsize
-        numel = self._parts * bucket.numel + collectives.world * self._gathered
-        self._whole = collectives.empty(numel, bucket.dtype, bucket.device)
-        flats = self._whole[: self._parts * bucket.numel].view(self._parts, bucket.numel)
-        self._views = [bucket.views(flat) for flat in flats]
+        self._row_bytes = row_bytes
 
     def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """See :class:`Transport`."""
+        """Copy values of the bucket's tensors, with which a partial sum begins, to the memory that it is sent from, so
+        that the rest is added there; return the copies, or the same values if there is no such memory."""
+        return values
+
+    @abstractmethod
+    def fill(self, sums: Sequence[Terms]) -> None:
+        """Write this rank's partial sums, in share order; none if the step has failed: then anything is sent."""
+
+    @abstractmethod
+    def send(self, row: Tensor | None, *, blocking: bool) -> None:
+        """Begin to send; ``blocking`` if :meth:`wait` is called at once."""
+
+    def settle(self) -> None:  # noqa: B027  (only one of the two has to)
+        """Free the memory that the sums do not need, if the bucket holds more while it is under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the rows of all ranks have arrived."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """The rows of all ranks, in rank order, as bytes."""
+
+    def gather(self) -> None:  # noqa: B027  (only one of the two has to)
+        """Begin to give the sums to all ranks, unless they have them. Every rank calls it in the same order."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """Return the sums over all shares: a flat tensor that belongs to the caller."""
+
+
+def transport_of(
+    bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
+) -> Transport:
+    """Return the transport of a bucket; with ``row_bytes``, the ranks' rows travel with it."""
+    if collectives.can_add_in_order(bucket.device):
+        return _SharedMemoryTransport(bucket, layout, collectives, row_bytes)
+    return _AllToAllTransport(bucket, layout, collectives, row_bytes, spare)
+
+
+class _SharedMemoryTransport(Transport):
+    """A bucket whose ranks write their sums to each other."""
+
+    def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
+        super().__init__(bucket, layout, collectives, row_bytes)
+        parts = max(layout.counts)
+        self._numel = parts * bucket.numel
+        self._gathered = row_bytes // bucket.dtype.itemsize
+        numel = self._numel + collectives.world * self._gathered
+        self._whole = collectives.empty(numel, bucket.dtype, bucket.device)
+        self._views = [bucket.views(flat) for flat in self._whole[: self._numel].view(parts, bucket.numel)]
+
+    def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         views = self._views[part]
         _copy(views, values)
         return [None if value is None else view for view, value in zip(views, values, strict=True)]
 
     def fill(self, sums: Sequence[Terms]) -> None:
-        """See :class:`Transport`; values that were placed are there already."""
-        for views, terms in zip(self._views, sums, strict=False):
+        for views, terms in zip(self._views, sums, strict=False):  # values that were placed are there already
             _fill(self._bucket, views, terms)
 
     def send(self, row: Tensor | None, *, blocking: bool) -> None:
-        """See :class:`Transport`."""
         if row is not None:
             self.rows[self._collectives.rank].copy_(row)
         numel, additions = self._bucket.numel, self._layout.placed
@@ -112,38 +125,25 @@ class SharedMemoryTransport:
             self._whole, numel, additions, "partial sums", self._gathered, blocking=blocking
         )
 
-    def settle(self) -> None:
-        """See :class:`Transport`."""
-
     def wait(self) -> None:
-        """See :class:`Transport`."""
         self._pending.wait()
 
     @property
     def rows(self) -> Tensor:
-        """See :class:`Transport`."""
-        gathered = self._whole[self._parts * self._bucket.numel :]
-        return gathered.view(torch.uint8).view(self._collectives.world, -1)
-
-    def gather(self) -> None:
-        """See :class:`Transport`."""
+        return self._whole[self._numel :].view(torch.uint8).view(self._collectives.world, -1)
 
     def result(self) -> Tensor:
-        """See :class:`Transport`."""
         return self._whole[: self._bucket.numel]
 
 
-class AllToAllTransport:
+class _AllToAllTransport(Transport):
     """A bucket in which each rank adds one slice. Parts travel one after the other, beginning with each rank's
     first."""
 
     def __init__(
         self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
     ) -> None:
-        self._bucket = bucket
-        self._layout = layout
-        self._collectives = collectives
-        self._row_bytes = row_bytes
+        super().__init__(bucket, layout, collectives, row_bytes)
         self._spare = spare
         self._slice = -(-bucket.numel // collectives.world)
         """Number of elements that a rank adds."""
@@ -153,12 +153,7 @@ class AllToAllTransport:
         """For each part: the incoming bytes, their number by rank, and the pending collective."""
         self._sums = self._whole = self._rows = torch.empty(0)
 
-    def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """See :class:`Transport`."""
-        return values
-
     def fill(self, sums: Sequence[Terms]) -> None:
-        """See :class:`Transport`."""
         world, bucket = self._collectives.world, self._bucket
         for part in range(self._layout.counts[self._collectives.rank]):
             self._spare.give_back(world * self._slice_bytes)
@@ -168,7 +163,6 @@ class AllToAllTransport:
             self._outgoing.append(flat)
 
     def send(self, row: Tensor | None, *, blocking: bool) -> None:
-        """See :class:`Transport`."""
         world, empty = self._collectives.world, torch.empty(0, dtype=torch.uint8, device=self._bucket.device)
         for part in range(max(self._layout.counts)):
             pieces = self._outgoing[part].view(torch.uint8) if part < len(self._outgoing) else empty
@@ -183,11 +177,10 @@ class AllToAllTransport:
             self._coming.append((incoming, received, pending))
 
     def settle(self) -> None:
-        """See :class:`Transport`: waits."""
         self.wait()
 
     def wait(self) -> None:
-        """See :class:`Transport`; adds the slices."""
+        """Return when the rows of all ranks have arrived, and the slices are added."""
         if not self._coming:
             return
         pieces = []
@@ -204,17 +197,14 @@ class AllToAllTransport:
 
     @property
     def rows(self) -> Tensor:
-        """See :class:`Transport`."""
         return self._rows
 
     def gather(self) -> None:
-        """See :class:`Transport`."""
         self._spare.give_back(self._collectives.world * self._slice_bytes)
         self._whole = self._sums.new_empty(self._collectives.world * self._slice)
         self._gathering = self._collectives.all_gather_flat(self._whole, self._sums, "sums")
 
     def result(self) -> Tensor:
-        """See :class:`Transport`."""
         self._gathering.wait()
         return self._whole
 

@@ -166,7 +166,8 @@ class Reducer:
 
     def watches(self, this: BackwardPass) -> bool:
         """Return True if that pass, if any, may reach the module, and no other pass is under way inside of it."""
-        return bool(self._open_passes) and self._open_passes[-1].this is this
+        innermost = self._open_passes[-1:]  # a copy: threads of other modules ask, while this one's ends a pass
+        return bool(innermost) and innermost[0].this is this
 
     @property
     def in_backward(self) -> bool:

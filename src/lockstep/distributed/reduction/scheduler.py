@@ -162,9 +162,11 @@ class GroupScheduler(PassObserver):
                 if this is not None:
                     this.note_failure(module)
                 module.rank_state.pass_failed()
-                module.end_pass(failed=any(module is each for each in failing))
             if failing and not self.modules.exclusive:
                 self._end_rounds()
+            else:
+                for module in modules:
+                    module.end_pass(failed=any(module is each for each in failing))
 
     # --------------------------------------------------------------------- what ranks tell each other
 

@@ -140,7 +140,6 @@ class Casts:
                 self._exchange_in(owner._buffers, self._buffer_dtype, copies)
                 if isinstance(owner, RNNBase):
                     self._rnns.append(owner)
-        self._renew_rnns()
 
     def _exchange_in(self, place: dict[str, Any], dtype: torch.dtype | None, copies: dict[int, Tensor]) -> None:
         for key, tensor in list(place.items()) if dtype is not None else ():
@@ -156,10 +155,6 @@ class Casts:
         link = self._left_alone.get(id(tensor))
         return (link is not None and link() is tensor) or getattr(tensor, "_ddp_ignored", False)
 
-    def _renew_rnns(self) -> None:
-        for rnn in self._rnns:  # RNNs also keep their weights in a list
-            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
-
     @torch.no_grad()
     def _restore(self) -> None:
         """Restore the original tensors, with the changes that forward has made to buffers."""
@@ -173,7 +168,8 @@ class Casts:
                     place[key] = original
             elif current is not None:
                 place[key] = _written(original, current)
-        self._renew_rnns()
+        for rnn in self._rnns:  # they have listed the casts in their forward
+            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
         self._rnns.clear()
 
 
