@@ -210,6 +210,11 @@ class Setting(NamedTuple):
             net.layers.float()
         return net
 
+    def linear(self, seed: int) -> nn.Linear:
+        """A further layer, in the dtype of the others."""
+        layer = _linear(seed)
+        return layer.float() if self.half else layer
+
 
 class Board:
     """What ranks that are threads tell each other past the process group: how a line ended on each of them."""
@@ -896,11 +901,11 @@ class Use:
     def replace_layer(self, module: int, layer: int, seed: int) -> None:
         """A new layer in an old one's place."""
         for net, each in self._each_layer(module, layer):
-            net.layers[list(net.layers).index(each)] = _linear(seed)
+            net.layers[list(net.layers).index(each)] = self.setting.linear(seed)
 
     def add_layer(self, module: int, seed: int) -> None:
         for net, _ in self._each_layer(module, 0):
-            net.layers.append(_linear(seed))
+            net.layers.append(self.setting.linear(seed))
 
     def add_buffer(self, module: int, size: int) -> None:
         """A buffer, or one of another size, with other values on each rank."""

@@ -178,12 +178,14 @@ class Reducer:
     @property
     def is_expected(self) -> bool:
         """Return True if the pass under way has gone through outputs of a forward."""
-        return bool(self._open_passes) and self._open_passes[-1].is_expected
+        innermost = self._open_passes[-1:]
+        return bool(innermost) and innermost[0].is_expected
 
     @property
     def synchronises(self) -> bool:
         """Return True if the pass under way synchronises gradients, or the next one if none is."""
-        return self._open_passes[-1].synchronises if self._open_passes else self.rank_state.requires_sync
+        innermost = self._open_passes[-1:]
+        return innermost[0].synchronises if innermost else self.rank_state.requires_sync
 
     def on_output_grad(self, forward: ForwardMark | None = None) -> None:
         """Note that the backward pass has reached outputs of a forward; or, if that is None, a mean over the ranks that
