@@ -282,3 +282,18 @@ def test_a_layer_that_changes_on_a_rank_that_does_not_use_it(change, size, clear
             each(torch.ones(1, each.in_features)).sum().backward()
 
     run_ranks(2, call)
+
+
+def test_a_module_keeps_its_group_when_there_is_another_default_group():
+    def begin():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return dist.group.WORLD
+
+    earlier = begin()
+    try:
+        model = lockstep.replicate(nn.Linear(1, 1))
+        dist.destroy_process_group()
+        assert begin() is not earlier
+        assert lockstep.replicate.state(model).process_group is earlier
+    finally:
+        dist.destroy_process_group()
