@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -365,3 +366,23 @@ def for_its_input_alone(rank):
 
 def test_a_backward_for_inputs_alone_is_nobody_elses_concern():
     assert run_ranks(2, for_its_input_alone) == [[1.5, 1.5]] * 2
+
+
+def test_a_pass_goes_on_as_itself_after_one_inside_of_it():
+    """Else a second pass inside of it, as of another checkpointed layer, would count as one of its own."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    model = lockstep.replicate(nn.Linear(1, 1), process_group=group)
+    seen = []
+
+    def run_another(gradient):
+        seen.append(current_pass())
+        with torch.enable_grad():
+            torch.ones(1, requires_grad=True).sum().backward()
+        seen.append(current_pass())
+
+    loss = model(torch.ones(1, 1)).sum()
+    loss.register_hook(run_another)
+    loss.backward()
+    assert seen[0] is not None
+    assert seen[0] is seen[1]
+    assert current_pass() is None
