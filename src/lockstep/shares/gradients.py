@@ -68,8 +68,9 @@ class ShareGradients:
 
     def check_hooks(self) -> None:
         """Raise for users' hooks that would see a share's gradient in place of the step's."""
-        check_optimizers(lambda: zip(self.names, self._parameters, strict=True))
-        for name, parameter in zip(self.names, self._parameters, strict=True):
+        registered = list(zip(self.names, self._parameters, strict=True))[::-1]  # they travel in the reverse order
+        check_optimizers(lambda: registered)
+        for name, parameter in registered:
             if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
                 raise NotReplicableError(
                     f"parameter {name} has a post-accumulate-grad hook (of an optimizer in backward, say), which would "
