@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lockstep.dtensors import local_part
+from lockstep.inner_tensors import as_bytes, inner_tensors
 
 _ROW = 1 << 16
 """Number of eight-byte words that are summed together: their factors stay in a processor's cache."""
@@ -76,12 +76,11 @@ class Digests:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of this rank's part of a tensor, in one dimension."""
-    local = local_part(tensor).detach()
-    if local.layout is not torch.strided:
-        sparse = local.to_sparse_coo().coalesce()
-        return torch.cat([_flat(each).view(torch.uint8) for each in (sparse.indices(), sparse.values())])
-    return local.resolve_conj().resolve_neg().contiguous().view(-1)
+    """Return the elements of this rank's part of a tensor, in one dimension; bytes if they lie in several tensors."""
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce()
+    inner = [each.resolve_conj().resolve_neg() for each in inner_tensors(tensor)]
+    return inner[0].contiguous().view(-1) if len(inner) == 1 else torch.cat([as_bytes(each) for each in inner])
 
 
 def _lanes(flat: Tensor) -> Tensor:

@@ -82,13 +82,13 @@ class Layouts:
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self._then = self._now()
         self._passes: Callable[..., bool] | None = None  # made when first needed
 
     def changed(self) -> bool:
         """Return True if anything has changed since this object was made."""
-        if self._passes is not None and self._passes(*self._tensors):
+        if self._passes is not None and self._passes(*self.tensors):
             return False
         if self._now() != self._then:
             return True
@@ -105,13 +105,13 @@ class Layouts:
         return (sizes, dtypes, devices) != (self._then[0], *self._then[2:4])
 
     def _now(self) -> tuple[list[torch.Size], list[Any], list[torch.dtype], list[torch.device], list[bool]]:
-        return *layouts(self._tensors), list(map(_device, self._tensors)), list(map(_requires_grad, self._tensors))
+        return *layouts(self.tensors), list(map(_device, self.tensors)), list(map(_requires_grad, self.tensors))
 
     def _guards(self) -> Callable[..., bool] | None:
         sizes, strides, *_ = self._then
         if _TensorGuards is None or None in strides:
             return None
-        return _guards_of(_TensorGuards, self._tensors, sizes, strides)
+        return _guards_of(_TensorGuards, self.tensors, sizes, strides)
 
 
 class Change(Enum):

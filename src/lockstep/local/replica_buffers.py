@@ -1,7 +1,7 @@
-"""Buffers of replicas, and their parameters that are computed, sparse or of a subclass: new tensors at each use.
+"""Buffers of replicas, and their parameters that are computed, sparse or have inner tensors: new tensors at each use.
 
 At each use every replica starts from the network's values. It gets new tensors, never a write into one that a live
-graph may have saved.
+graph may have saved. A frozen parameter needs no copy on the network's device: replicas have the parameter itself.
 """
 
 import operator
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
+from lockstep.inner_tensors import copied, describe
 from lockstep.local.checks import require_on
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
@@ -76,6 +77,7 @@ class ReplicaBuffers:
         """Record the tensors in the slots, each once, and the slots that each is in."""
         self._found = found
         self._sources = list({id(t): t for t in found if t is not None}.values())
+        self._alone = {id(t) for t in self._sources if describe(t)}  # copied one by one, with class and attributes
         numbers = {id(t): i for i, t in enumerate(self._sources)}
         self._order = [None if t is None else numbers[id(t)] for t in found]
         if any(t.device != self._source for t in self._sources):
@@ -84,16 +86,24 @@ class ReplicaBuffers:
     def _plain_copies(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """Return new tensors for every copy; as in PyTorch, a first replica shares those on the network's device."""
         away = [device for device in self._devices if device != self._source]
-        arrived = iter(broadcast_coalesced(tensors, away, self._cap_bytes) if away else ())
+        packed = [tensor for tensor in tensors if id(tensor) not in self._alone]
+        arrived = iter(broadcast_coalesced(packed, away, self._cap_bytes) if away else ())
         rows: list[list[Tensor]] = []
         for number, device in enumerate(self._devices):
-            if device != self._source:
-                rows.append(next(arrived))
-            elif number == 0 and self._first_shares:
-                rows.append([t.detach() for t in tensors])
+            if device == self._source:
+                shares = number == 0 and self._first_shares
+                rows.append([self._on_source(tensor, shares=shares) for tensor in tensors])
             else:
-                rows.append([t.clone() for t in tensors])
+                sent = iter(next(arrived))
+                rows.append([copied(t, device) if id(t) in self._alone else next(sent) for t in tensors])
         return rows
+
+    def _on_source(self, tensor: Tensor, *, shares: bool) -> Tensor:
+        if isinstance(tensor, Parameter) and tensor.is_leaf and not tensor.requires_grad:
+            return tensor
+        if shares:
+            return tensor if id(tensor) in self._alone else tensor.detach()
+        return copied(tensor, self._source)
 
     def _link(self, rows: list[list[Tensor]], linking: list[bool]) -> None:
         """Insert differentiable copies of the tensors that need a gradient between the plain copies of the others."""

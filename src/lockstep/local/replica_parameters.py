@@ -1,6 +1,7 @@
 """The parameters in the slots of replicas, their values, and their gradients.
 
-A copy's parameters are made once, around values that are kept up to date. There are two sets of them, one of which is
+A copy's parameters are made once, of the class of the network's, around values that are kept up to date. Their
+attributes are those of the network's parameters at each use. There are two sets of them, one of which is
 bound to the slots: *linked* parameters, whose graph leads to the network's parameters, and *leaves*, which keep a
 training step's gradients until they are collected.
 
@@ -22,10 +23,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
 from lockstep.digests import Digests
+from lockstep.inner_tensors import inner_tensors, is_plain, like
 from lockstep.local.comm import fill, pack, unpack
 from lockstep.local.functions import link
 from lockstep.local.gradient_sums import Gradients, summed
@@ -228,6 +230,7 @@ class ReplicaParameters:
     def bind(self, *, leaves: bool) -> bool:
         """Bind linked tensors, or leaves without gradients, to the copies' slots; return False if they already are."""
         wanted = self._leaf_rows() if leaves else self._linked_rows()
+        self._take_attributes(wanted)
         if self._bound is wanted:
             return False
         self._bound = wanted
@@ -235,6 +238,16 @@ class ReplicaParameters:
             in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
             copy.bind(self._slots, in_slots)
         return True
+
+    def _take_attributes(self, wanted: "_Rows") -> None:
+        """Give the copies' parameters the attributes that the network's have now."""
+        for number, own in enumerate(map(vars, self._parameters)):
+            if own or number in wanted.with_attributes:
+                wanted.with_attributes.add(number)
+                for row in wanted.rows:
+                    attributes = vars(row[number])
+                    attributes.clear()
+                    attributes.update(own)
 
     @property
     def bound(self) -> bool:
@@ -273,7 +286,7 @@ class ReplicaParameters:
 
     def _new(self, device: torch.device, *, requires_grad: bool) -> list[Tensor]:
         pairs = zip(self._values.on(device), self._parameters, strict=True)
-        return [Parameter(value, requires_grad and p.requires_grad) for value, p in pairs]
+        return [like(value, p, requires_grad=requires_grad and p.requires_grad) for value, p in pairs]
 
     # Gradients #
 
@@ -302,6 +315,8 @@ class _Rows:
 
     def __init__(self, rows: list[list[Tensor]]) -> None:
         self.rows = rows
+        self.with_attributes: set[int] = set()
+        """The numbers of the parameters that have got attributes."""
         self._snapshot = TensorSnapshot(list(chain(*rows)))
 
     def strayed(self) -> bool:
@@ -316,5 +331,6 @@ def _hooked(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _persists(tensor: Tensor) -> bool:
-    """Return True if copies of a parameter can be linked once and for all: it is a leaf, dense, and a plain tensor."""
-    return tensor.is_leaf and tensor.layout == torch.strided and type(tensor) in (Parameter, Tensor)
+    """Return True if copies of a parameter can be linked once and for all: it is a leaf, with all values in memory of
+    its own."""
+    return tensor.is_leaf and is_plain(tensor) and (tensor.requires_grad or len(inner_tensors(tensor)) == 1)

@@ -1,9 +1,9 @@
 """Buffers, share by share: each share begins with the values of the step, and the results of shares are averaged.
 
-A floating-point buffer that any share has changed becomes the mean over all shares of the step, added in the tree's
-order; a share that has not changed it counts with the value of the step. Any other buffer gets its value from the
-lowest share that has changed it: a counter of batches, which every share advances from the same value, advances by one
-a step.
+A floating-point buffer of 16 bits or more that any share has changed becomes the mean over all shares of the step,
+added in the tree's order; a share that has not changed it counts with the value of the step. Any other buffer gets its
+value from the lowest share that has changed it: a counter of batches, which every share advances from the same value,
+advances by one a step.
 
 Buffers that changed in the step before travel with the gradients and the report
 (:mod:`lockstep.shares.share_exchange`). Others have collectives of their own when they change.
@@ -18,7 +18,8 @@ from torch import Tensor
 from lockstep.buckets import TensorSpec
 from lockstep.digests import Digests
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buffers import Buffer, assign_all
+from lockstep.distributed.reduction.buffers import Buffer, BufferGroup, assign_all
+from lockstep.inner_tensors import as_bytes
 from lockstep.shares.gradients import Values, sum_dtype
 from lockstep.shares.share_exchange import ExchangePlan, ShareExchange
 from lockstep.shares.share_report import number_of
@@ -44,7 +45,7 @@ def specs_of(buffers: Sequence[Buffer]) -> list[TensorSpec]:
     return [TensorSpec.of(torch.empty(b.shape, dtype=sum_dtype(b.dtype), device=b.device)) for b in buffers]
 
 
-Versions = Sequence[tuple[Tensor | None, int]]
+Versions = Sequence[tuple[Tensor | None, list[int]]]
 """The tensors of buffers with their versions, to be compared later."""
 
 
@@ -57,8 +58,8 @@ class ShareBuffers:
     @torch.no_grad()
     def __init__(self, buffers: Sequence[Buffer], count: int, left: Versions) -> None:
         self.buffers = buffers
-        self._is_averaged = [b.dtype.is_floating_point or b.dtype.is_complex for b in buffers]
-        self._start = [None if (tensor := b.current()) is None else tensor.detach().clone() for b in buffers]
+        self._is_averaged = [buffer.can_be_averaged for buffer in buffers]
+        self._start = [buffer.copy() for buffer in buffers]
         self._sums: PartialSums[Values] = PartialSums(self._merge)
         self._kept: dict[int, Tensor] = {}
         self._dirty = False
@@ -72,13 +73,13 @@ class ShareBuffers:
 
     def versions(self) -> Versions:
         """Return the present versions of the buffers."""
-        tensors = (buffer.current() for buffer in self.buffers)
-        return [(each, 0 if each is None or each.is_inference() else each._version) for each in tensors]
+        inner = ((buffer.current(), buffer.inner() or []) for buffer in self.buffers)
+        return [(tensor, [0 if each.is_inference() else each._version for each in found]) for tensor, found in inner]
 
     def values(self) -> list[tuple[str, Tensor]]:
-        """Return the values of the step, by name."""
+        """Return the values of the step, by name: each inner tensor of a buffer."""
         pairs = zip(self.buffers, self._start, strict=True)
-        return [(buffer.name, start) for buffer, start in pairs if start is not None]
+        return [(buffer.name, each) for buffer, start in pairs for each in start or ()]
 
     @property
     def is_used(self) -> bool:
@@ -94,7 +95,7 @@ class ShareBuffers:
 
     def now(self) -> list[Tensor | None]:
         """Return the buffers as the share under way has left them so far."""
-        return [None if (tensor := buffer.current()) is None else tensor.detach() for buffer in self.buffers]
+        return [None if buffer.current() is None else buffer.sent() for buffer in self.buffers]
 
     def forget(self) -> None:
         """Give the buffers the values of the step, whatever a share has changed."""
@@ -106,16 +107,16 @@ class ShareBuffers:
         """End a share: record how it has changed the buffers."""
         leaf: Values = []
         for number, (buffer, start) in enumerate(zip(self.buffers, self._start, strict=True)):
-            now = buffer.current()
-            if now is None or start is None or torch.equal(now, start):
+            now = buffer.inner()
+            if now is None or start is None or all(map(torch.equal, now, start)):
                 leaf.append(None)
                 continue
             self._dirty = True
             if self.first_change[number] == UNCHANGED:
                 self.first_change[number] = share
                 if not self._is_averaged[number]:
-                    self._kept[number] = now.detach().clone()
-            leaf.append(now.detach().to(sum_dtype(now.dtype), copy=True) if self._is_averaged[number] else None)
+                    self._kept[number] = buffer.sent().clone()
+            leaf.append(now[0].to(sum_dtype(buffer.dtype), copy=True) if self._is_averaged[number] else None)
         self._sums.add(share, leaf)
 
     @torch.no_grad()
@@ -133,7 +134,7 @@ class ShareBuffers:
         """Return the sum of a node's shares that have not changed a buffer, added in the tree's order."""
         start = self._start[number]
         assert start is not None
-        return start.to(sum_dtype(start.dtype)).mul(2**node.level)  # exact, as are the sums of equal numbers
+        return start[0].to(sum_dtype(start[0].dtype)).mul(2**node.level)  # exact, as are the sums of equal numbers
 
     def sums(self, numbers: Sequence[int]) -> list[list[Tensor]]:
         """Return this rank's partial sums of averaged buffers, in share order."""
@@ -156,7 +157,7 @@ class ShareBuffers:
     def _bytes(self, number: int) -> Tensor:
         """Return the value that this rank has kept of a buffer; zeros if no share of this rank has changed it."""
         value = self._kept.get(number)
-        return (self.buffers[number].zeros() if value is None else value).contiguous().view(-1).view(torch.uint8)
+        return as_bytes(self.buffers[number].zeros() if value is None else value)
 
     def travelling_next(self, first_changes: Sequence[Sequence[int]]) -> TravellingBuffers:
         """Return the buffers that travel with the gradients of the next step, since they have changed in this one."""
@@ -188,7 +189,7 @@ class ShareBuffers:
         if averaged:
             values = [total[number] for number in averaged]
             torch._foreach_div_(values, self._count)
-            assign_all([self.buffers[number] for number in averaged], values)
+            assign_all([self.buffers[number] for number in averaged], [[value] for value in values])
         deciding: dict[int, list[int]] = {}
         for number in (number for number in changed if not self._is_averaged[number]):
             first = min((row[number], rank) for rank, row in enumerate(first_changes) if row[number] >= 0)
@@ -224,4 +225,4 @@ class ShareBuffers:
             values |= zip(missing, flat.split([self.buffers[number].nbytes for number in missing]), strict=True)
         for number in numbers:
             buffer = self.buffers[number]
-            buffer.assign(values[number].clone().view(buffer.dtype).view(buffer.shape))
+            BufferGroup([buffer]).assign(values[number].clone().view(buffer.travels_as))

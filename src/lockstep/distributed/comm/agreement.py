@@ -22,6 +22,7 @@ from lockstep.digests import text_digest
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
+from lockstep.inner_tensors import describe, is_plain
 
 _LENGTH_BYTES, _TEXT_BYTES = 8, 120
 """Sizes in a rank's first message: the length of its text, and the text, or its digest if it is longer."""
@@ -87,12 +88,15 @@ class Line(NamedTuple):
 
 
 def describe_tensor(tensor: Tensor, layout: bool = True) -> str:
-    """Return dtype and shape, the placements of a DTensor, and with ``layout`` strides that are not contiguous."""
+    """Return dtype, shape, the placements of a DTensor, what is inside of one that is not plain, and with ``layout``
+    strides that are not contiguous."""
     local = local_part(tensor)
     shape = tuple(local.shape)
     text = f"{str(local.dtype).removeprefix('torch.')} of shape {shape}"
-    strides = dense_stride(shape, local.stride())
-    if layout and strides != contiguous_stride(shape):
+    made_of = describe(local)
+    if made_of:
+        text += f", {made_of}"
+    if layout and is_plain(local) and (strides := dense_stride(shape, local.stride())) != contiguous_stride(shape):
         text += f", strides {strides}"
     if tensor is not local:
         text += f", placed {tensor.placements}"  # type: ignore[attr-defined]

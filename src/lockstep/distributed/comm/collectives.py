@@ -397,16 +397,31 @@ class Collectives:
 
         Yields the index and the contiguous sum of each tensor as they arrive; strides may differ between ranks.
         """
-        return _in_flat_copies(tensors, lambda flat: self.all_reduce(flat, what, factor, blocking=True))
+        tensors = [tensor.detach() for tensor in tensors]
+        for bucket in plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in tensors]).buckets:
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            torch._foreach_copy_(bucket.views(flat), bucket.take(tensors))
+            self.all_reduce(flat, what, factor, blocking=True).wait()
+            yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
 
     def broadcast_coalesced(
         self, tensors: Sequence[Tensor], what: str, source: int = 0
     ) -> Iterator[tuple[int, Tensor]]:
-        """Broadcast many tensors from rank ``source``, in a few large broadcasts of contiguous copies.
+        """Broadcast many tensors from rank ``source``, in a few large broadcasts of bytes: not every backend knows
+        every dtype.
 
         Yields the index and the contiguous values of each tensor as they arrive; strides may differ between ranks.
         """
-        return _in_flat_copies(tensors, lambda flat: self.broadcast(flat, what, source))
+        specs = [TensorSpec("", (tensor.nbytes,), (1,), torch.uint8, tensor.device) for tensor in tensors]
+        for bucket in plan_buckets(specs).buckets:
+            flat = torch.zeros(bucket.numel, dtype=torch.uint8, device=bucket.device)
+            members = bucket.take(tensors)
+            values = [
+                view.view(each.dtype).view(each.shape) for view, each in zip(bucket.views(flat), members, strict=True)
+            ]
+            torch._foreach_copy_(values, members)
+            self.broadcast(flat, what, source).wait()
+            yield from zip((slot.index for slot in bucket.slots), values, strict=True)
 
     def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape, in rank order."""
@@ -537,19 +552,6 @@ def _is_over(work: Any) -> bool:
             return False
     work.wait(_GROUPS_OWN_TIMEOUT)  # raises, unless it was completed just now
     return True
-
-
-def _in_flat_copies(tensors: Sequence[Tensor], begin: Callable[[Tensor], Pending]) -> Iterator[tuple[int, Tensor]]:
-    """Copy tensors into a few flat tensors of 10 MiB, and run one collective on each, one after the other.
-
-    Yields the index of each tensor, and its part of the result.
-    """
-    tensors = [tensor.detach() for tensor in tensors]
-    for bucket in plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in tensors]).buckets:
-        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        torch._foreach_copy_(bucket.views(flat), bucket.take(tensors))
-        begin(flat).wait()
-        yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket, travels_in_half
 from lockstep.dtensors import is_dtensor, like_parameter, local_part
 from lockstep.errors import PeerError
+from lockstep.inner_tensors import is_plain
 
 _dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
 
@@ -327,7 +328,7 @@ class FlatBucket(GradientBucket):
         half: torch.dtype | None,
     ) -> None:
         """``extra`` elements behind the gradients are for the report; ``empty`` gives the memory."""
-        self._plain = not any(is_dtensor(member.parameter) for member in members)
+        self._plain = all(is_plain(member.parameter) for member in members)
         super().__init__(index, planned, members, waits, half)
         self._extra = extra
         self._indices = planned.indices

@@ -1,7 +1,7 @@
 """Keeps buffers equal on all ranks by a policy, and sends them with the gradients.
 
-``rank0``: every rank gets rank 0's values. ``mean``: floating and complex buffers get the mean over the ranks, all
-others rank 0's values. ``local``: each rank keeps its own.
+``rank0``: every rank gets rank 0's values. ``mean``: plain buffers of a floating or complex dtype in which PyTorch can
+add get the mean over the ranks, all others rank 0's values. ``local``: each rank keeps its own.
 
 Buffers are made equal at the end of every backward that synchronises, so the next forward starts from the same values
 on all ranks, as with a broadcast before forward. Small ones are packed behind the report (``status.py``), which is
@@ -112,12 +112,12 @@ class BufferSync:
         room = PACKED_BYTES // dtype.itemsize
         for buffer in sorted(self.buffers, key=lambda b: b.nbytes):
             averaged = self._averaged(buffer)
-            exact = buffer.dtype == dtype or (averaged and torch.promote_types(buffer.dtype, dtype) == dtype)
+            exact = buffer.travels_as == dtype or (averaged and torch.promote_types(buffer.dtype, dtype) == dtype)
             room -= buffer.shape.numel() if exact else buffer.nbytes
             if (averaged and not exact) or room < 0:
                 large.append(buffer)
             else:
-                groups.setdefault((buffer.dtype, buffer.device, not exact, averaged), []).append(buffer)
+                groups.setdefault((buffer.travels_as, buffer.device, not exact, averaged), []).append(buffer)
         start = 0
         for (_, _, as_bytes, averaged), buffers in groups.items():
             end = start + sum(b.nbytes if as_bytes else b.shape.numel() for b in buffers)
@@ -135,7 +135,7 @@ class BufferSync:
         return self._collectives.rank in self._active
 
     def _averaged(self, buffer: Buffer) -> bool:
-        return self.policy == "mean" and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
+        return self.policy == "mean" and buffer.can_be_averaged
 
     def write(self, packed_buffers: Tensor) -> None:
         """Write this rank's part into the cleared end of a report."""
@@ -157,7 +157,7 @@ class BufferSync:
             if packed.averaged or not self._is_source:
                 values = packed_buffers[packed.place]
                 if packed.as_bytes:
-                    values = values.to(torch.uint8).view(packed.group.dtype)
+                    values = values.to(torch.uint8).view(packed.group.travels_as)
                 packed.group.assign(values)
 
     def prepare_large(self) -> bool:
@@ -187,7 +187,7 @@ class BufferSync:
         groups: dict[tuple[torch.device, torch.dtype | None], dict[torch.dtype, list[Buffer]]] = {}
         for buffer in buffers:
             kind = buffer.dtype if self._averaged(buffer) else None
-            groups.setdefault((buffer.device, kind), {}).setdefault(buffer.dtype, []).append(buffer)
+            groups.setdefault((buffer.device, kind), {}).setdefault(buffer.travels_as, []).append(buffer)
         flats: list[tuple[Tensor, list[list[Buffer]]]] = []
         for (_, averaged), by_dtype in groups.items():
             alike = list(by_dtype.values())
@@ -218,4 +218,4 @@ class BufferSync:
             elif not self._is_source:
                 pieces = flat.split([sum(buffer.nbytes for buffer in each) for each in alike])
                 for each, piece in zip(alike, pieces, strict=True):
-                    BufferGroup(each).assign(piece.clone().view(each[0].dtype))
+                    BufferGroup(each).assign(piece.clone().view(each[0].travels_as))

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lockstep.inner_tensors import as_bytes, bits, describe, inner_tensors, inner_tensors_of
 from lockstep.tensor_state import Layouts
 
 _shape_of, _dtype_of, _device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 _has_graph, _buffers_of = attrgetter("requires_grad"), attrgetter("_buffers")
+
+
+_ADDED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 class Slot(NamedTuple):
@@ -37,7 +41,15 @@ class Buffer:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.device = tensor.device
-        self.nbytes = tensor.numel() * tensor.dtype.itemsize
+        inner = inner_tensors_of(f"buffer {name}", tensor)
+        self._made_of = describe(tensor)
+        self.nbytes = sum(each.nbytes for each in inner)
+        self.is_plain = not self._made_of
+        """True if its values are those of one tensor in memory, which groups of buffers move together."""
+        self.travels_as = inner[0].dtype if self.is_plain else torch.uint8
+        """The dtype as which values are sent: bytes if they lie in several inner tensors."""
+        self.can_be_averaged = self.is_plain and tensor.dtype in _ADDED
+        """True if a mean over ranks can be taken. One in 8 bits, or of inner tensors, would mean nothing."""
 
     @property
     def slot(self) -> Slot:
@@ -50,12 +62,22 @@ class Buffer:
         return len(self._slots) > 1
 
     def current(self) -> Tensor | None:
-        """Return the tensor registered now; None if there is none, or its shape, dtype or device has changed."""
+        """Return the tensor registered now; None if there is none, or its shape, dtype, device or class has changed."""
         owner, key = self._slots[0].owner(), self._slots[0].key
         tensor = owner._buffers.get(key) if owner is not None else None
         if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return None
-        return tensor
+        return tensor if describe(tensor) == self._made_of else None
+
+    def inner(self) -> list[Tensor] | None:
+        """Return the tensors in which its values lie now; None if :meth:`current` is."""
+        tensor = self.current()
+        return None if tensor is None else inner_tensors(tensor)
+
+    def copy(self) -> list[Tensor] | None:
+        """Return copies of its values, for :meth:`assign`; None if :meth:`current` is."""
+        inner = self.inner()
+        return None if inner is None else [each.clone() for each in inner]
 
     def is_split(self) -> bool:
         """Return True if the places in which it was registered now hold different tensors."""
@@ -63,43 +85,69 @@ class Buffer:
 
     def describe(self) -> str:
         """Return the properties that must be the same on all ranks."""
-        return f"{str(self.dtype).removeprefix('torch.')} of shape {tuple(self.shape)}"
+        text = f"{str(self.dtype).removeprefix('torch.')} of shape {tuple(self.shape)}"
+        return f"{text}, {self._made_of}" if self._made_of else text
 
     def zeros(self) -> Tensor:
         """Return zeros to be sent if there is no such tensor."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        shape = self.shape if self.is_plain else (self.nbytes,)
+        return torch.zeros(shape, dtype=self.travels_as, device=self.device)
 
-    def writable(self) -> Tensor | None:
-        """Return the tensor registered now; None if a graph may have saved it, or its elements share memory."""
+    def sent(self) -> Tensor:
+        """Return its values as one tensor to be sent; zeros if :meth:`current` is None."""
+        inner = self.inner()
+        if inner is None:
+            return self.zeros()
+        return inner[0] if self.is_plain else torch.cat([*map(as_bytes, inner), self.zeros()[:0]])
+
+    def take(self, sent: Tensor) -> None:
+        """Set the values of the buffer to those that :meth:`sent` has returned on another rank."""
+        inner = self.inner()
+        if inner is not None and not self.is_plain:
+            pairs = zip(inner, sent.split([each.nbytes for each in inner]), strict=True)
+            self.assign(*(piece.clone().view(each.dtype).view(each.shape) for each, piece in pairs))
+        else:
+            self.assign(sent)
+
+    def writable(self) -> list[Tensor] | None:
+        """Return the tensors in which its values lie; None if a graph may have saved them, or elements share memory."""
         tensor = self.current()
         if tensor is None or holders(tensor) > 1 or tensor.requires_grad or tensor.is_inference():
             return None
-        return None if has_overlap(tensor) else tensor
+        inner = inner_tensors(tensor)
+        return None if any(map(has_overlap, inner)) else inner
 
     @torch.no_grad()
-    def assign(self, value: Tensor) -> None:
-        """Set the values of the buffer: in place, unless a graph may have saved it."""
-        target, tensor = self.writable(), self.current()
-        if target is not None:
-            target.copy_(value)
+    def assign(self, *values: Tensor) -> None:
+        """Set the values of :meth:`inner`: in place, unless a graph may have saved them."""
+        targets, tensor = self.writable(), self.current()
+        if targets is not None:
+            _write(targets, values)
         elif tensor is not None:
-            new = torch.empty_like(tensor).copy_(value).requires_grad_(tensor.requires_grad)
+            new = torch.empty_like(tensor) if self.is_plain else tensor.detach().clone()
+            _write(inner_tensors(new), values)
+            new.requires_grad_(tensor.requires_grad)
             for owner, key in self._slots:
                 module = owner()
                 if module is not None and module._buffers.get(key) is tensor:
                     module._buffers[key] = new
 
 
+def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
 @torch.no_grad()
-def assign_all(buffers: Sequence[Buffer], values: Sequence[Tensor]) -> None:
+def assign_all(buffers: Sequence[Buffer], values: Sequence[Sequence[Tensor]]) -> None:
     """Set the values of many buffers, with one call for all that can be written in place."""
     targets = [buffer.writable() for buffer in buffers]
-    pairs = [(target, value) for target, value in zip(targets, values, strict=True) if target is not None]
+    pairs = [pair for to, each in zip(targets, values, strict=True) if to for pair in zip(to, each, strict=True)]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
     for buffer, target, value in zip(buffers, targets, values, strict=True):
         if target is None:
-            buffer.assign(value)
+            buffer.assign(*value)
 
 
 class BufferGroup:
@@ -113,8 +161,10 @@ class BufferGroup:
         self._dtypes = [b.dtype for b in buffers]
         self._devices = [b.device for b in buffers]
         self._numels = [shape.numel() for shape in self._shapes]
-        self.dtype = self._dtypes[0] if buffers else torch.uint8
-        """The dtype of all of them, if they are moved together."""
+        self.travels_as = buffers[0].travels_as if buffers else torch.uint8
+        """The dtype as which all of them are sent, if they are moved together."""
+        self._are_plain = all(buffer.is_plain for buffer in buffers)
+        self._are_sent_as_bits = any(buffer.travels_as != buffer.dtype for buffer in buffers)
         self._is_flat = [len(shape) == 1 for shape in self._shapes]
         self._are_alike = len(set(self._shapes)) == 1  # then one operation moves all of them
         self._known: tuple[list[Any], Layouts] | None = None  # the tensors of the last look at which all were there
@@ -124,10 +174,13 @@ class BufferGroup:
         return self._all_there() or [buffer.current() for buffer in self.buffers]
 
     def _all_there(self) -> list[Tensor] | None:
-        """Return the tensors registered now; None if one is missing, or has another shape, dtype or device.
+        """Return the tensors registered now; None if one is missing, has another shape, dtype or device, or is not
+        plain.
 
         The list is the same object as the last time if nothing has changed since.
         """
+        if not self._are_plain:
+            return None
         try:
             registries = map(_buffers_of, map(operator.call, self._owners))
             tensors: list[Any] = list(map(dict.get, registries, self._keys))
@@ -136,7 +189,7 @@ class BufferGroup:
                 if all(map(operator.is_, tensors, known)) and not layouts.changed():
                     return known
             alike = list(map(_shape_of, tensors)) == self._shapes and list(map(_dtype_of, tensors)) == self._dtypes
-            if not alike or list(map(_device_of, tensors)) != self._devices:
+            if not alike or list(map(_device_of, tensors)) != self._devices or any(map(describe, tensors)):
                 return None
         except AttributeError:  # None instead of a module or a tensor
             return None
@@ -147,8 +200,11 @@ class BufferGroup:
         """Return the values, of one dtype and device, one after the other; zeros for a missing tensor, or for all."""
         tensors = None if zeros else self._all_there()
         if tensors is None:
-            found = [None if zeros else buffer.current() for buffer in self.buffers]
-            tensors = [b.zeros() if t is None else t for b, t in zip(self.buffers, found, strict=True)]
+            tensors = [buffer.zeros() if zeros else buffer.sent() for buffer in self.buffers]
+        elif self._are_sent_as_bits:
+            tensors = list(map(bits, tensors))
+        if not self._are_plain:
+            return torch.cat([tensor.reshape(-1) for tensor in tensors])
         if self._are_alike:
             return torch.stack(tensors).view(-1)
         return torch.cat([t if flat else t.reshape(-1) for t, flat in zip(tensors, self._is_flat, strict=True)])
@@ -159,11 +215,13 @@ class BufferGroup:
         targets = self._all_there()
         if targets is None or not _are_writable(targets):
             for buffer, piece in zip(self.buffers, pieces, strict=True):
-                buffer.assign(piece)
+                buffer.take(piece)
         elif targets:
-            torch._foreach_copy_(targets, pieces)
+            torch._foreach_copy_(list(map(bits, targets)) if self._are_sent_as_bits else targets, pieces)
 
     def _split(self, values: Tensor) -> list[Tensor] | tuple[Tensor, ...]:
+        if not self._are_plain:
+            return list(values.split([buffer.nbytes for buffer in self.buffers]))
         if self._are_alike:
             return values.view(len(self.buffers), *self._shapes[0]).unbind()
         return [
@@ -222,13 +280,13 @@ class KeptBuffers:
     """Copies of the values of buffers, to be restored later."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        now = [(buffer, buffer.current()) for buffer in buffers]
-        self._values = [(buffer, tensor.detach().clone()) for buffer, tensor in now if tensor is not None]
+        now = [(buffer, buffer.copy()) for buffer in buffers]
+        self._values = [(buffer, values) for buffer, values in now if values is not None]
 
     def give_back(self) -> None:
         """Restore the values."""
-        for buffer, value in self._values:
-            buffer.assign(value)
+        for buffer, values in self._values:
+            buffer.assign(*values)
 
 
 def has_overlap(tensor: Tensor) -> bool:

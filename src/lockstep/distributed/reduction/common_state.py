@@ -213,6 +213,14 @@ class CommonState:
             self.hooks.agree(self.collectives)
         self._settle()
 
+    def look_for_retyped(self) -> bool:
+        """Look for parameters that have become others on this rank, which have no gradient in buckets; return True if
+        there are others than before."""
+        found = self.members.look_for_retyped()
+        if found:
+            self._make_buckets()
+        return found
+
     def differs(self) -> bool:
         """Return True if this rank has other hooks or buffers than were agreed on."""
         return self.hooks.has_changed or self.buffers.changed()

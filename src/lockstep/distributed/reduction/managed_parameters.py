@@ -16,6 +16,7 @@ part of a bucket, the parameter whose gradient came last in an earlier backward 
 Hooks refer to their reducer weakly, since the garbage collector does not see references held by hooks.
 """
 
+import copy
 import threading
 import weakref
 from collections import OrderedDict
@@ -30,10 +31,11 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Module, Parameter
 
-from lockstep.buckets import TensorSpec
+from lockstep.buckets import TensorSpec, contiguous_stride, dense_stride
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.dtensors import local_part, matching_gradient
 from lockstep.errors import LayoutError, NotReplicableError
+from lockstep.inner_tensors import check_trained, is_plain
 
 
 class ManagedParameter:
@@ -47,12 +49,15 @@ class ManagedParameter:
         self.parameter = parameter
         self.sparse = sparse
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-        spec = TensorSpec.of(local_part(parameter), name)
-        self.spec = TensorSpec(name, spec.shape, spec.stride, dtype, spec.device)
+        local = local_part(parameter)
+        shape, device = tuple(local.shape), local.device
+        stride = dense_stride(shape, local.stride()) if is_plain(local) else contiguous_stride(shape)
+        self.spec = TensorSpec(name, shape, stride, dtype, device)
         self._kind = _kind_of(parameter)
 
     def take(self, grad: Tensor) -> Tensor:
         """Return this rank's part of a gradient as a plain tensor; raise if its dtype or shape is not as planned."""
+        check_trained(self.name, self.parameter)  # it may have been frozen when the module was replicated
         local = matching_gradient(grad.detach(), self.parameter)
         self.check(local)
         return local
@@ -62,18 +67,30 @@ class ManagedParameter:
         spec = self.spec
         if local.shape != spec.shape or local.dtype != spec.dtype or local.device != spec.device:
             raise LayoutError(
-                f"parameter {self.name} had gradients of {spec.dtype}, shape {spec.shape}, on {spec.device} when its "
-                f"module was replicated, and has one of {local.dtype}, shape {tuple(local.shape)}, on {local.device} "
-                "now; change shape, dtype and device of a module before replicating it"
+                f"parameter {self.name} is to have a gradient of {spec.dtype}, shape {spec.shape}, on {spec.device}, "
+                f"and has one of {local.dtype}, shape {tuple(local.shape)}, on {local.device}; set such gradients to "
+                "None (zero_grad) when a parameter has got another shape, dtype or device"
             )
 
+    @property
+    def is_retyped(self) -> bool:
+        """True if the dtype, shape or device of the parameter has changed."""
+        return _kind_of(self.parameter) != self._kind
+
+    def vacated(self) -> "ManagedParameter":
+        """Return the same place with a parameter that nothing uses, since the module's has become another one."""
+        place, spec = copy.copy(self), self.spec
+        values = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        place.parameter = Parameter(values, requires_grad=self.parameter.requires_grad)
+        return place
+
     def check_parameter(self) -> None:
-        """Raise :class:`LayoutError` if the dtype, shape or device of the parameter has changed."""
+        """Raise :class:`LayoutError` if the dtype, shape or device of the parameter has changed during backward."""
         kind = _kind_of(self.parameter)
         if kind != self._kind:
             raise LayoutError(
-                f"parameter {self.name} was {_describe(*self._kind)} when its module was replicated, and is "
-                f"{_describe(*kind)} now; change shape, dtype and device of a module before replicating it"
+                f"parameter {self.name} was {_describe(*self._kind)} when backward began, and is {_describe(*kind)} "
+                "now; change shape, dtype and device of a module between two backward passes, on every rank alike"
             )
 
     def zeros(self) -> Tensor:

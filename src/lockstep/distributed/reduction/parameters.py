@@ -8,6 +8,9 @@ parametrization, a conversion that makes new parameters and a write to ``module.
 into some module's dictionary. When a backward pass begins, a :class:`SlotSnapshot` compares references, which takes
 about 50 ns for each parameter and each module; it ignores values.
 
+A parameter whose shape, dtype or device has changed (``parameter.data = ...``, ``module.half()``) is a new parameter,
+too: until the ranks have agreed on it, a stand-in without gradients takes its place among those agreed on.
+
 A rank that finds other parameters or modules watches the gradients of the added ones as well, and says so in its
 status. All ranks then agree again on the parameters, in the same backward: they compare names, order, shapes and
 dtypes, and the values of new parameters, since gradients at different values have no common mean. A difference is an
@@ -22,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
+import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
@@ -41,8 +45,9 @@ from lockstep.distributed.reduction.managed_parameters import (
     owner_of,
     release,
 )
-from lockstep.dtensors import local_part
 from lockstep.errors import AlreadyManagedError, LockstepError, NotReplicableError, OptionError
+from lockstep.inner_tensors import check_trained, inner_tensors_of
+from lockstep.tensor_state import Layouts
 
 _replicated: "WeakSet[Module]" = WeakSet()
 """The modules and wrappers that have been replicated."""
@@ -316,7 +321,9 @@ def _check_kinds(named: Sequence[tuple[str, Tensor]]) -> None:
     for name, parameter in named:
         if parameter.requires_grad and not parameter.is_leaf:
             raise NotReplicableError(f"parameter {name} is not a leaf of autograd; register a Parameter")
-        if has_overlap(local_part(parameter)):
+        if parameter.requires_grad:
+            check_trained(name, parameter)
+        if any(map(has_overlap, inner_tensors_of(f"parameter {name}", parameter))):
             raise NotReplicableError(
                 f"parameter {name} has elements that share memory, as an expanded tensor has, and cannot be written; "
                 "register parameter.contiguous() or .clone()"
@@ -418,15 +425,25 @@ class ParameterSet:
         self.added: Sequence[ManagedParameter] = ()
         """Parameters on this rank that the ranks have not agreed on yet."""
         managed = _managed(contents)
-        self._agreed = _Agreed.on(managed, [each.index for each in managed if each.parameter.requires_grad])
+        self._use(_Agreed.on(managed, [each.index for each in managed if each.parameter.requires_grad]))
         self._next: _Agreed | None = None  # agreed on, but not in use yet
         self._structure = _Structure()
         self._note_structure()
 
+    def _use(self, agreed: _Agreed) -> None:
+        self._agreed = self._complete = agreed  # the same, but for stand-ins
+        self._retyped: list[int] = []
+        self._layouts = Layouts([tensor for tensor in agreed.tensors if tensor.layout is torch.strided])
+
     @property
     def parameters(self) -> list[ManagedParameter]:
-        """The parameters that the ranks have agreed on."""
+        """The parameters that the ranks have agreed on; stand-ins for those that have become others."""
         return self._agreed.parameters
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """True if a parameter that the ranks have agreed on has become another one."""
+        return bool(self._retyped)
 
     @property
     def tracked(self) -> list[Parameter]:
@@ -541,6 +558,22 @@ class ParameterSet:
 
     # ------------------------------------------------------------------------------------ changes
 
+    def look_for_retyped(self) -> bool:
+        """Put stand-ins into the places of parameters with another shape, dtype or device than was agreed on; return
+        True if other places have one than before."""
+        if not (self._layouts.changed() or self._retyped):
+            return False
+        complete = self._complete.parameters
+        retyped = [each.index for each in complete if each.is_retyped]
+        if not retyped:  # other strides, or another requires_grad
+            self._layouts = Layouts(self._layouts.tensors)
+        if retyped == self._retyped:
+            return False
+        self._retyped = retyped
+        members = [each.vacated() if each.is_retyped else each for each in complete]
+        self._agreed = _Agreed.on(members, self._complete.trained)
+        return True
+
     def look_for_changes(self) -> bool:
         """Look for parameters added or removed on this rank; return True if there are any."""
         held = self._selection.module_or_none()  # another thread may drop the module meanwhile
@@ -548,7 +581,7 @@ class ParameterSet:
             self.added = self._orphans()
             return False
         slots = self._structure.slots()
-        changed = slots is None or slots.changed()
+        changed = slots is None or slots.changed() or self.has_stand_ins
         if changed or self.added:
             self.added = self._find_added() if changed else ()
         return changed
@@ -634,7 +667,8 @@ class ParameterSet:
         for old in self._agreed.tensors:
             if id(old) not in self._next.by_id:
                 release(old, owner)
-        self._agreed, self._next = self._next, None
+        self._use(self._next)
+        self._next = None
         self.added = ()
         self._note_structure()
         self.attach(owner)

@@ -145,6 +145,7 @@ class Reducer:
         own = self.rank_state
         if not this.adds:
             return _OpenPass(this, GradientSnapshot(()), own.requires_sync)
+        self._look_for_retyped()
         own.look_for_changes()
         if own.contribution.window.weights:
             own.contribution.window.check_gradients()
@@ -160,6 +161,11 @@ class Reducer:
         if self.common.plan.observes:
             self.common.plan.begin_round()
         return _OpenPass(this, GradientSnapshot(parameters), own.requires_sync)
+
+    def _look_for_retyped(self) -> None:
+        """Look for parameters that have become others, unless a pass is under way, which has begun without."""
+        if self._round is None and not self._open_passes and self.common.look_for_retyped():
+            self.rank_state.renumber()
 
     def _has_been_reached(self, watched: "_OpenPass") -> bool:
         return self._round is not None or watched.is_expected or bool(watched.snapshot.changed())
@@ -273,6 +279,7 @@ class Reducer:
         ``expected``: the pass was expected to go through the module; ``passive``: this rank takes part without a pass.
         """
         self.finish_aborted()
+        self._look_for_retyped()
         self.common.set_buffer_source(self.decisions.active)
         self.rank_state.begin_round(expected, self.common.differs())
         before = self._open_passes[-1].snapshot if self._open_passes else GradientSnapshot(self._members.tracked)

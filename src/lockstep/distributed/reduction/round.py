@@ -241,9 +241,8 @@ class Round:
             self._used[index] = 0
         status = self._own.describe(self.number, self._passive, failed)
         common = self._common
-        digest = (
-            common.digest_values(self.number) if common.watch is not None and status.called and not failed else None
-        )
+        reads = common.watch is not None and status.called and not (failed or common.members.has_stand_ins)
+        digest = common.digest_values(self.number) if reads else None
         common.transport.write(row, self._used, list(self.late), status, digest)
         return status
 

@@ -21,8 +21,8 @@ from lockstep.digests import Digests
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
-from lockstep.dtensors import is_dtensor
 from lockstep.errors import OutOfSyncError
+from lockstep.inner_tensors import is_plain
 
 
 def check_equal_values(
@@ -188,7 +188,7 @@ class DriftDetector:
         self._parameters = parameters
         self._global_rank = global_rank
         self._seen: _Seen | None = None  # while gradients are local to this rank
-        plain = [member for member in parameters if not is_dtensor(member.parameter)]
+        plain = [member for member in parameters if is_plain(member.parameter)]
         self._some = plain[:: max(1, -(-len(plain) // _PARAMETERS))]
         self.suspects = False
         """True if parameters were changed while their gradients were local, and the ranks have not compared them

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from lockstep.distributed.reduction.buffers import Buffer
 from lockstep.errors import CommunicationError, HookError, OptionError
 from lockstep.inherited import message
+from lockstep.inner_tensors import inner_tensors
 
 
 class _OfWrapper:
@@ -121,7 +122,7 @@ class BufferHook(NamedTuple):
         copies = [(buffer, tensor.detach().clone()) for buffer, tensor in found if tensor is not None]
         self._wait(self.call(self.state, {buffer.name: copied for buffer, copied in copies}))
         for buffer, copied in copies:
-            buffer.assign(copied)
+            buffer.assign(*inner_tensors(copied))
 
     def _wait(self, futures: Any) -> None:
         if futures is None:

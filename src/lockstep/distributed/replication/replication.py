@@ -25,8 +25,8 @@ from lockstep.distributed.comm.collectives import Collectives, Group, resolve_gr
 from lockstep.distributed.reduction.buffers import Buffer
 from lockstep.distributed.reduction.parameters import Contents, Selection, note_replicated
 from lockstep.distributed.replication.options import Options, input_device, move_to
-from lockstep.dtensors import local_part
 from lockstep.errors import LockstepError, NotReplicableError
+from lockstep.inner_tensors import inner_tensors
 from lockstep.phases import Phases, Statistics
 
 
@@ -196,16 +196,23 @@ def broadcast_values(
     parameters: Sequence[Tensor], buffers: Sequence[Buffer], collectives: Collectives, source: int = 0
 ) -> None:
     """Broadcast the values of rank ``source`` in a few large tensors."""
-    present = [(buffer, tensor) for buffer in buffers if (tensor := buffer.current()) is not None]
-    targets = [local_part(parameter) for parameter in parameters]
-    tensors = [*targets, *(tensor for _, tensor in present)]
+    targets = [each for parameter in parameters for each in inner_tensors(parameter)]
+    present = [(buffer, inner) for buffer in buffers if (inner := buffer.inner()) is not None]
+    places = [place for place, (_, inner) in enumerate(present) for _ in inner]
+    arrived: list[list[Tensor]] = [[] for _ in present]
+    tensors = [*targets, *(each for _, inner in present for each in inner)]
     for number, value in collectives.broadcast_coalesced(tensors, "initial values", source):
         if collectives.rank == source:
             continue
         if number < len(targets):
             targets[number].copy_(value)
-        else:
-            present[number - len(targets)][0].assign(value)
+            continue
+        place = places[number - len(targets)]
+        arrived[place].append(value)
+        buffer, inner = present[place]
+        if len(arrived[place]) == len(inner):
+            buffer.assign(*arrived[place])
+            arrived[place].clear()
 
 
 # ----------------------------------------------------------------------------- which module has which

@@ -1,0 +1,192 @@
+"""Parameters that get another shape or dtype after replicating are agreed on again, or every rank raises by name."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import AgreementError, LockstepError
+from threaded import count_collectives, run_ranks
+
+GROUPS = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+LARGE = 1 << 18
+
+
+class Scaled(nn.Module):
+    """Layers of weights of any shape: a gradient is the input, everywhere."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(size) for size in sizes)
+
+    def forward(self, x, used=None):
+        chosen = self.weights if used is None else [self.weights[used]]
+        return sum((weight * x).double().sum() for weight in chosen)
+
+
+def grow(net):
+    net.weights[1].data = torch.ones(5)
+
+
+def shrink(net):
+    net.weights[1].data = net.weights[1].data[:1].clone()
+
+
+def set_in_place(net):
+    with torch.no_grad():
+        net.weights[1].set_(torch.ones(7))
+
+
+def resize_storage(net):
+    net.weights[1].requires_grad_(False).resize_(2, 4).fill_(1).requires_grad_()
+
+
+def replace(net):
+    net.weights[1] = nn.Parameter(torch.ones(2, 2))
+
+
+def to_double(net):
+    net.double()
+
+
+def to_bfloat16(net):
+    net.weights[0].data = net.weights[0].data.bfloat16()
+
+
+CHANGES = [grow, shrink, set_in_place, resize_storage, replace, to_double, to_bfloat16]
+SIZES = {"small": (3, 3), "large": (LARGE, 3), "large and changed": (3, LARGE)}
+
+
+@GROUPS
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+def test_gradients_are_means_after_a_change_on_all_ranks(change, sizes, hosts):
+    def call(rank):
+        net = lockstep.replicate(Scaled(*sizes), process_group=rank.group)
+        for step in range(5):
+            if step in (1, 3):
+                net.zero_grad()
+            if step == 3:
+                change(net)
+            before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+            net(rank.rank + 1.0).backward()
+            for p, grad in zip(net.parameters(), before, strict=True):
+                assert p.grad.shape == p.shape
+                assert p.grad.dtype == p.dtype
+                assert torch.equal(p.grad, torch.full_like(p, 1.5) + (0 if grad is None else grad))
+        lockstep.check_in_sync(net)
+
+    run_ranks(2, call, hosts=hosts)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_resized_parameter_that_only_one_rank_uses(used):
+    def call(rank):
+        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+        net(1.0).backward()
+        net.zero_grad()
+        grow(net)
+        net(1.0, used=used if rank.rank == 0 else 1 - used).backward()
+        return [p.grad.tolist() for p in net.parameters()]
+
+    assert run_ranks(2, call) == [[[0.5] * 3, [0.5] * 5]] * 2
+
+
+@GROUPS
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("change", [grow, set_in_place, to_double], ids=lambda each: each.__name__)
+def test_a_change_on_one_rank_is_an_error_by_name_until_it_is_undone(change, used, hosts):
+    def call(rank):
+        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+        net(1.0).backward()
+        kept = [p.data for p in net.parameters()]
+        if rank.rank == 1:
+            change(net)
+        messages = set()
+        for _ in range(2):
+            net.zero_grad()
+            with pytest.raises(AgreementError) as caught:
+                net(1.0, used=None if used else 0).backward()
+            messages.add(str(caught.value))
+            traceback.clear_frames(caught.tb)  # and the graph, with which autograd remembers shapes
+            assert [p.grad for p in net.parameters()] == [None, None]
+        for p, data in zip(net.parameters(), kept, strict=True):
+            p.data = data if change is not set_in_place else data[:3].clone()
+        net(rank.rank + 1.0).backward()
+        assert [p.grad.tolist() for p in net.parameters()] == [[1.5] * 3] * 2
+        return messages
+
+    first, second = run_ranks(2, call, hosts=hosts)
+    assert first == second
+    name = "weights.0" if change is to_double else "weights.1"
+    assert f"ranks differ in parameter {name}: rank 0 has float32 of shape (3,)" in first.pop()
+
+
+def test_other_values_in_a_resized_parameter_are_an_error_on_every_rank():
+    def call(rank):
+        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+        net(1.0).backward()
+        net.zero_grad()
+        net.weights[1].data = torch.full((5,), 1.0 + rank.rank)
+        with pytest.raises(LockstepError, match=r"parameter weights\.1 .*has other values on rank 1"):
+            net(1.0).backward()
+
+    run_ranks(2, call)
+
+
+def test_a_change_within_a_window_of_weights_is_an_error_on_every_rank():
+    def call(rank):
+        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+        net(1.0).backward()
+        net.zero_grad()
+        with pytest.raises(LockstepError):
+            with lockstep.accumulate(net, last=False, weight=1):
+                net(1.0).backward()
+            net.zero_grad()
+            grow(net)
+            with lockstep.accumulate(net, weight=1):
+                net(1.0).backward()
+        net.zero_grad()
+        net(rank.rank + 1.0).backward()
+        return [p.grad.tolist() for p in net.parameters()]
+
+    assert run_ranks(2, call) == [[[1.5] * 3, [1.5] * 5]] * 2
+
+
+def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change():
+    def call(rank):
+        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+        counts = []
+        for step in range(6):
+            net.zero_grad()
+            if step == 3:
+                grow(net)
+            with count_collectives(rank) as seen:
+                net(1.0).backward()
+            counts.append(len(seen))
+        return counts
+
+    for counts in run_ranks(2, call):
+        assert counts[2] == counts[5] == 1
+        assert counts[3] > 1
+
+
+def test_values_are_compared_again_after_the_round_of_the_change():
+    def call(rank):
+        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+        lockstep.check_in_sync(net, every=1)
+        for step in range(4):
+            net.zero_grad()
+            if step == 2:
+                grow(net)
+            net(1.0).backward()
+        if rank.rank:
+            net.weights[1].data[0] = 5.0
+        with pytest.raises(LockstepError, match=r"weights\.1 is out of sync"):
+            net(1.0).backward()
+
+    run_ranks(2, call)
