@@ -9,8 +9,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
+from torch.utils._device import DeviceContext
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -40,6 +42,25 @@ def _uncompiled(function: Callable[P, T], recursive: bool) -> Callable[P, T]:
 
 def _is_compiling() -> bool:
     return is_dynamo_compiling() or get_eval_frame_callback() is not None
+
+
+def is_recorded() -> bool:
+    """Return True if something records or replaces what this thread computes, and not what other threads do.
+
+    That is ``torch.jit.trace``, ``make_fx``, ``torch.export``, the transforms of ``torch.func``, forward-mode autograd,
+    and every mode, such as ``FlopCounterMode``, except for a default device.
+    """
+    return (
+        torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(_function_modes()))
+    )
+
+
+_function_modes = torch._C._len_torch_function_stack
 
 
 def is_in_compiled_backward() -> bool:

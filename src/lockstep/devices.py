@@ -91,6 +91,31 @@ def all_accelerators() -> list[torch.device]:
     return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]
 
 
+def replica_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    """Return the devices for replicas: those of a list, or all accelerators if there is none.
+
+    Without accelerators, an empty list and a list of nothing but accelerators give no devices: the module runs as it
+    is, as with ``torch.nn.DataParallel``. ``device_ids=range(torch.cuda.device_count())`` is in many programs.
+    """
+    if device_ids is None:
+        return all_accelerators()
+    is_list = not isinstance(device_ids, int | str | torch.device)
+    if is_list and accelerator() is None and all(map(_names_accelerator, device_ids)):
+        return []
+    return resolve_devices(device_ids)
+
+
+def _names_accelerator(device: DeviceLike) -> bool:
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            return False
+    if isinstance(device, torch.device):
+        return device.type not in ("cpu", "meta")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
 def device_label(device: torch.device) -> str:
     """Return the name of a device in messages: an accelerator's index, as in PyTorch's own messages, or ``cpu``."""
     return device.type if device.index is None else str(device.index)

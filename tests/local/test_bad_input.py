@@ -152,10 +152,10 @@ def test_a_device_that_does_not_exist(sim, device, words):
 
 NO_ACCELERATOR = """
 import torch
-from lockstep import DataParallel
+from lockstep.local import replicate
 for ids in ([0, 1], ["cuda:0"]):
     try:
-        DataParallel(torch.nn.Linear(1, 1), ids)
+        replicate(torch.nn.Linear(1, 1), ids)
     except RuntimeError as error:
         print(error)
 """
@@ -169,7 +169,7 @@ def test_an_index_where_there_is_no_accelerator():
     )
 
 
-def test_no_device():
+def test_no_device(sim):
     net, x = nn.Linear(1, 1), torch.ones(2, 1)
     for call in (
         lambda: DataParallel(net, []),

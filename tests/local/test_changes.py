@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections import OrderedDict
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lockstep import tensor_state
-from lockstep.local.changes import AttributeSnapshot, StructureSnapshot
+from lockstep.local.changes import StructureSnapshot
 from lockstep.local.contents import differing_dicts, identical
 from lockstep.tensor_state import Change, TensorSnapshot
 
@@ -91,196 +89,16 @@ def test_structure_does_not_count_values():
     net.one.norm.running_mean = torch.ones(2)  # a buffer by another tensor: only its value is another
     net.one.register_forward_hook(hook)
     assert not structure.changed()
-    assert not structure.replaced()
-
-
-def test_structure_notices_that_a_dictionary_of_slots_was_replaced():
-    net = network()
-    structure = StructureSnapshot(modules_of(net))
-    net.one._parameters = dict(net.one._parameters)
-    assert structure.replaced()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
-def test_a_scripted_module_by_its_mode_and_its_parameters():
+def test_a_scripted_module_by_its_parameters():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
-    structure, attributes = StructureSnapshot(modules_of(scripted)), AttributeSnapshot(modules_of(scripted))
-    assert not structure.changed()
-    assert not attributes.changed()
+    structure = StructureSnapshot(modules_of(scripted))
     scripted.eval()
-    assert dict(attributes.take_changes()) == {0: ["training"], 1: ["training"], 2: ["training"]}
-    assert not attributes.changed()
     assert not structure.changed()
     modules_of(scripted)[1].weight = nn.Parameter(torch.ones(2, 2))
     assert structure.changed()
-
-
-# ------------------------------------------------------------------------------------ attributes
-
-
-@dataclass
-class Holder:
-    layer: object
-
-
-class Equal:
-    """Every one equals every other."""
-
-    def __eq__(self, other):
-        return isinstance(other, Equal)
-
-    __hash__ = None
-
-
-def with_attributes():
-    net = network()
-    one = net.one
-    one.number, one.flag, one.text, one.nothing_yet = 1, True, "a", None
-    one.tensor, one.scalar = torch.zeros(3), torch.tensor(1.0)
-    one.array = np.zeros(3)
-    one.items, one.table, one.names = [1, 2], {"a": 1}, {"x"}
-    one.nested = {"stages": [[one.linear], []]}
-    one.queue = deque([one.linear])
-    one.holder = Holder(one.linear)
-    one.pair = (one.linear, [one.norm])
-    one.equal = Equal()
-    return net
-
-
-CHANGES = {
-    "number": ("number", lambda m: setattr(m, "number", 2)),
-    "bool": ("flag", lambda m: setattr(m, "flag", False)),
-    "str": ("text", lambda m: setattr(m, "text", "b")),
-    "None to a value": ("nothing_yet", lambda m: setattr(m, "nothing_yet", 3)),
-    "value to None": ("text", lambda m: setattr(m, "text", None)),
-    "new": ("brand_new", lambda m: setattr(m, "brand_new", 1)),
-    "deleted": ("number", lambda m: delattr(m, "number")),
-    "tensor": ("tensor", lambda m: setattr(m, "tensor", torch.ones(3))),
-    "equal tensor": ("tensor", lambda m: setattr(m, "tensor", torch.zeros(3))),
-    "equal scalar tensor": ("scalar", lambda m: setattr(m, "scalar", torch.tensor(1.0))),
-    "tensor of another shape": ("tensor", lambda m: setattr(m, "tensor", torch.zeros(4))),
-    "tensor to None": ("tensor", lambda m: setattr(m, "tensor", None)),
-    "array": ("array", lambda m: setattr(m, "array", np.ones(3))),
-    "equal array": ("array", lambda m: setattr(m, "array", np.zeros(3))),
-    "array of another shape": ("array", lambda m: setattr(m, "array", np.zeros(4))),
-    "equal list, another": ("items", lambda m: setattr(m, "items", [1, 2])),
-    "list appended to": ("items", lambda m: m.items.append(3)),
-    "list item replaced": ("items", lambda m: m.items.__setitem__(0, 7)),
-    "list emptied": ("items", lambda m: m.items.clear()),
-    "list reordered": ("items", lambda m: m.items.reverse()),
-    "dict value": ("table", lambda m: m.table.update(a=2)),
-    "dict key": ("table", lambda m: m.table.update(b=2)),
-    "set": ("names", lambda m: m.names.add("y")),
-    "deque": ("queue", lambda m: m.queue.append(m.norm)),
-    "nested list": ("nested", lambda m: m.nested["stages"][0].append(m.norm)),
-    "nested empty list": ("nested", lambda m: m.nested["stages"][1].append(m.norm)),
-    "list in a tuple": ("pair", lambda m: m.pair[1].append(m.linear)),
-    "dataclass field": ("holder", lambda m: setattr(m.holder, "layer", m.norm)),
-    "equal object": ("equal", lambda m: setattr(m, "equal", Equal())),
-    "training": ("training", lambda m: m.train(False) and m.linear.train() and m.norm.train()),
-}
-
-
-@pytest.mark.parametrize(("name", "change"), CHANGES.values(), ids=CHANGES)
-def test_attributes_notice_exactly_what_changed(name, change):
-    net = with_attributes()
-    attributes = AttributeSnapshot(modules_of(net))
-    assert not attributes.changed()
-    assert attributes.take_changes() == []
-    change(net.one)
-    assert attributes.changed()
-    assert attributes.take_changes() == [(1, [name])]  # module number 1 is net.one
-    assert not attributes.changed()
-    assert attributes.take_changes() == []
-
-
-def test_several_changes_at_once():
-    net = with_attributes()
-    attributes = AttributeSnapshot(modules_of(net))
-    net.one.number, net.one.tensor, net.one.array = 5, torch.ones(3), np.ones(3)
-    net.one.items.append(3)
-    del net.one.text
-    net.two.rate = 0.1
-    net.eval()
-    changes = dict(attributes.take_changes())
-    modules = modules_of(net)
-    assert {m for m, names in changes.items() if "training" in names} == set(range(len(modules)))
-    assert {*changes[1]} == {"training", "number", "tensor", "array", "items", "text"}
-    assert {*changes[modules.index(net.two)]} == {"training", "rate"}
-
-
-def test_tensors_beside_other_changes_do_not_hide_them():
-    """Comparing two tensors has no truth value: what follows must be looked at all the same."""
-    net = with_attributes()
-    attributes = AttributeSnapshot(modules_of(net))
-    net.one.tensor, net.one.zzz = torch.ones(3), 1
-    assert dict(attributes.take_changes())[1] == ["tensor", "zzz"]
-
-
-def test_slots_are_no_attributes():
-    net = network()
-    attributes = AttributeSnapshot(modules_of(net))
-    net.one.linear = nn.Linear(2, 2)
-    net.one.norm.running_mean = torch.ones(2)
-    net.two.register_buffer("mask", torch.ones(1))
-    assert attributes.take_changes() == []
-
-
-def test_what_a_network_writes_in_place_is_no_change_of_attributes():
-    net = with_attributes()
-    attributes = AttributeSnapshot(modules_of(net))
-    net.one.tensor.add_(1)  # replicas share it by reference
-    net.one.array += 1
-    net(torch.randn(4, 2)).sum().backward()
-    assert not attributes.changed()
-
-
-REGISTRATIONS = {
-    "forward": ("_forward_hooks", lambda m: m.register_forward_hook(hook)),
-    "forward, kwargs": ("_forward_hooks", lambda m: m.register_forward_hook(hook, with_kwargs=True)),
-    "always called": ("_forward_hooks_always_called", lambda m: m.register_forward_hook(hook, always_call=True)),
-    "forward pre": ("_forward_pre_hooks", lambda m: m.register_forward_pre_hook(hook)),
-    "forward pre, kwargs": (
-        "_forward_pre_hooks_with_kwargs",
-        lambda m: m.register_forward_pre_hook(hook, with_kwargs=True),
-    ),
-    "backward": ("_backward_hooks", lambda m: m.register_full_backward_hook(hook)),
-    "backward pre": ("_backward_pre_hooks", lambda m: m.register_full_backward_pre_hook(hook)),
-    "state dict": ("_state_dict_hooks", lambda m: m.register_state_dict_post_hook(hook)),
-    "state dict pre": ("_state_dict_pre_hooks", lambda m: m.register_state_dict_pre_hook(hook)),
-    "load": ("_load_state_dict_post_hooks", lambda m: m.register_load_state_dict_post_hook(hook)),
-}
-
-
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize(("name", "register"), REGISTRATIONS.values(), ids=REGISTRATIONS)
-def test_hooks_added_and_removed(name, register, others):
-    net = network()
-    for _ in range(others):
-        register(net.two.linear)
-    attributes = AttributeSnapshot(modules_of(net))
-    number = modules_of(net).index(net.two.linear)
-    handle = register(net.two.linear)
-    assert attributes.changed()
-    ((where, names),) = attributes.take_changes()
-    assert where == number
-    assert name in names
-    assert not attributes.changed()
-    if handle is not None:  # hooks on state dicts of the older kind stay for ever
-        handle.remove()
-        assert attributes.changed()
-        ((where, names),) = attributes.take_changes()
-        assert where == number
-        assert name in names
-
-
-def test_a_hook_replaced_by_another():
-    net = network()
-    handle = net.one.register_forward_hook(hook)
-    attributes = AttributeSnapshot(modules_of(net))
-    handle.remove()
-    net.one.register_forward_hook(hook)  # the same function, at another place in the order
-    assert attributes.take_changes() == [(1, ["_forward_hooks"])]
 
 
 # --------------------------------------------------------------------------------------- tensors

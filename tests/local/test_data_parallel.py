@@ -6,17 +6,20 @@ import copy
 import gc
 import io
 import pickle
-import sys
 import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import DataParallel
-from lockstep.errors import DeviceError
+from lockstep.errors import DeviceError, NotReplicableError
 from lockstep.local import Event, ReplicaSet, data_parallel, shared
 from processes import output_of
 
@@ -542,6 +545,20 @@ grad, net.weight.grad = net.weight.grad, None
 net(x).square().mean().backward()
 torch.testing.assert_close(net.weight.grad, grad)
 torch.testing.assert_close(loss, net(x).square().mean().detach())
+for ids in (range(torch.cuda.device_count()), [], [0], [0, 1], ("cuda:0",), [torch.device("cuda", 0), 1]):
+    parallel = DataParallel(net, device_ids=ids, output_device=0, split=[2, 1])
+    assert torch.equal(parallel(x), net(x)) and torch.equal(data_parallel(net, x, ids, 0), net(x))
+    assert parallel.device_ids == []
+    parallel.device_ids = ids
+    assert torch.equal(parallel(x), net(x))
+for ids in (["cpu", 0], ["nowhere"], ["meta"], [True], [None], 0, "cuda"):
+    for call in (DataParallel, lambda net, ids: data_parallel(net, x, ids)):
+        try:
+            call(net, ids)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError(ids)
 assert torch.equal(DataParallel(net, ["cpu", "cpu"])(x), net(x))
 import threading
 print(sorted(t.name for t in threading.enumerate()))
@@ -550,6 +567,113 @@ print(sorted(t.name for t in threading.enumerate()))
 
 def test_without_accelerators_the_module_runs_as_it_is():
     assert output_of(NO_ACCELERATOR) == "['MainThread', 'lockstep-worker-0', 'lockstep-worker-1']\n"
+
+
+# -------------------------------------------------------------------------------- subclasses
+
+
+def test_attributes_of_a_subclass_are_its_own(devices, first, x):
+    """Whether they are set before or after the constructor of DataParallel, or later; as with PyTorch."""
+
+    class Named(Net):
+        def __init__(self):
+            super().__init__()
+            self.name, self.note, self.later = "net", "net", "net"
+
+    class Mine(DataParallel):
+        def __init__(self, module):
+            self.note = "wrapper"
+            super().__init__(module, devices(2))
+            self.name = "wrapper"
+            self.body = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.body(super().forward(x))
+
+    module = Named().to(first)
+    body = module.body
+    mine = Mine(module).to(first)
+    mine.later = "wrapper"
+    assert (mine.name, mine.note, mine.later) == ("wrapper",) * 3
+    assert (module.name, module.note, module.later) == ("net",) * 3
+    assert module.body is body
+    assert mine(x).shape == (len(x), 2)
+    assert {"body.weight", "module.body.weight"} <= mine.state_dict().keys()
+    del mine.later
+    assert mine.later == "net"
+
+
+# ------------------------------------------------------------------ what records the calling thread
+
+
+class CountsLinear(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls += function is nn.functional.linear
+        return function(*args, **(kwargs or {}))
+
+
+def traced(model, x):
+    return torch.jit.trace(model, (x,), check_trace=False)(2 * x)
+
+
+def counted(model, x):
+    with FlopCounterMode(display=False) as counter, CountsLinear() as mode:
+        model(x)
+    return torch.tensor([counter.get_total_flops(), mode.calls])
+
+
+def forward_mode(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x + 1))).tangent
+
+
+RECORDED = {
+    "make_fx": lambda model, x: make_fx(model)(x)(2 * x),
+    "jit.trace": traced,
+    "export": lambda model, x: torch.export.export(model, (x,)).module()(2 * x),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module()(2 * x),
+    "func.grad": lambda model, x: torch.func.grad(lambda x: model(x).square().sum())(x),
+    "func.vmap": lambda model, x: torch.func.vmap(model)(x[:, None]),
+    "func.jvp": lambda model, x: torch.func.jvp(model, (x,), (x + 1,))[1],
+    "forward mode": forward_mode,
+    "modes": counted,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and the profiler's labels are ignored in an export
+@pytest.mark.parametrize("record", RECORDED.values(), ids=RECORDED)
+def test_what_records_the_caller_records_the_module_as_it_is(record):
+    module, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(6, 4)
+    parallel = DataParallel(module, ["cpu", "cpu"])
+    torch.testing.assert_close(record(parallel, x), record(module, x))
+    with parallel.timeline() as events:
+        parallel(x)
+    assert sum(event.phase == "forward" for event in events) == 2
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name not in ("jit.trace", "export", "strict export")])
+def test_what_records_the_caller_of_the_function(name):
+    module, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(6, 4)
+    got = RECORDED[name](lambda x: data_parallel(module, x, ["cpu", "cpu"]), x)
+    torch.testing.assert_close(got, RECORDED[name](module, x))
+
+
+def test_a_default_device_records_nothing():
+    parallel = DataParallel(Net(), ["cpu", "cpu"])
+    with torch.device("cpu"), parallel.timeline() as events:
+        parallel(torch.ones(5, 4))
+    assert sum(event.phase == "forward" for event in events) == 2
+
+
+def test_a_recorded_step_is_refused():
+    parallel, x = DataParallel(nn.Linear(4, 3), ["cpu", "cpu"]), torch.randn(6, 4)
+    with (
+        FlopCounterMode(display=False),
+        pytest.raises(NotReplicableError, match=r"record the forward.*parallel\.module"),
+    ):
+        parallel.step(mean_square, x)
 
 
 def test_step_leaves_no_reference_cycles(parallel, x):
@@ -575,7 +699,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu", "cpu"]], ids=["none", "one", "two"])
 def test_a_shared_mask_and_a_count_for_each_device_give_what_one_device_gives(devices, monkeypatch):
-    monkeypatch.setattr(sys.modules[DataParallel.__module__], "all_accelerators", list)
+    monkeypatch.setattr("lockstep.devices.all_accelerators", list)
     plain, x, mask = Masked(), torch.randn(6, 3, 3), torch.randn(3, 3).tril()
     plain(x, mask).pow(2).mean().backward()
     expected = [p.grad.clone() for p in plain.parameters()]

@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -818,12 +817,6 @@ def kwargs_hook(module, args, kwargs):
     module.calls = getattr(module, "calls", 0) + 1
 
 
-@dataclass
-class Slot:
-    layer: nn.Module
-    note: str = ""
-
-
 class Tree(nn.Module):
     """With every kind of attribute that leads back into the tree."""
 
@@ -861,8 +854,6 @@ def own(replica, value):
             return "partial", show(v.func), show(v.args), show(v.keywords)
         if isinstance(v, weakref.ref):
             return "weakref", show(v())
-        if isinstance(v, Slot):
-            return "Slot", show(v.layer), v.note
         if hasattr(v, "__self__") and hasattr(v, "__func__"):
             return "method", v.__func__, show(v.__self__)
         return v
@@ -907,7 +898,6 @@ CARRIED = {
     "bound method": attribute("shortcut", lambda n: n.block[0].forward),
     "its own bound method": attribute("shortcut", lambda n: n.method),
     "partial": attribute("call", lambda n: functools.partial(n.block[0], n.mask, bias=n.last.bias)),
-    "dataclass": attribute("slot", lambda n: Slot(n.last, "kept")),
     "weak reference": attribute("parent", weakref.ref),
     "weak reference to a parent": (parent_of, lambda n: own(n, vars(n.block[2]).get("parent"))),
     "parameters": attribute("weights", lambda n: [n.first.weight, n.last.bias]),
@@ -951,7 +941,6 @@ def test_what_was_set_before_the_first_use_is_seen(devices, first, change, obser
 def test_containers_changed_in_place(deep):
     network = Tree()
     network.stages = {"a": [network.first]}
-    network.slot = Slot(network.first)
     network.queue = deque([network.first])
     replicas = ReplicaSet(network, [CPU, CPU])
     replicas.refresh()
@@ -959,11 +948,9 @@ def test_containers_changed_in_place(deep):
         network.stages["a"].append(network.last)
     else:
         network.stages["b"] = network.last
-    network.slot.layer = network.last
     network.queue.append(network.last)
     for replica in replicas.refresh():
         assert own(replica, replica.stages) == own(network, network.stages)
-        assert replica.slot.layer is replica.last
         assert replica.queue[1] is replica.last
     assert replicas.builds == 1
 

@@ -571,13 +571,6 @@ class Named(dict):
         self.name = name
 
 
-class Uncopyable(Named):
-    """The same, and it cannot be copied either."""
-
-    def __copy__(self):
-        raise TypeError("only one of these")
-
-
 def test_containers_with_constructors_of_their_own_keep_their_contents():
     x = torch.arange(4)
     named = Named("batch")
@@ -595,11 +588,12 @@ def test_containers_with_constructors_of_their_own_keep_their_contents():
 
 
 def test_a_container_that_cannot_be_made_again_is_named():
-    batch = Uncopyable("batch")
-    batch["x"] = torch.arange(4)
-    with pytest.raises(StructureError, match=r"another Uncopyable for kwargs\['batch'\].*only one of these"):
+    """Nobody knows which rows of its attribute belong to which rows of its items."""
+    batch = Named("batch")
+    batch["x"], batch.mask = torch.arange(4), torch.ones(4)
+    with pytest.raises(StructureError, match=r"another Named for kwargs\['batch'\]: its attribute mask has tensors"):
         scatter_kwargs((), {"batch": batch}, [CPU, CPU])
-    with pytest.raises(StructureError, match=r"another Uncopyable for outputs\[0\]"):
+    with pytest.raises(StructureError, match=r"another Named for outputs\[0\]"):
         gather([(batch,), (batch,)], CPU)
 
 

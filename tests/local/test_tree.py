@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import typing
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
@@ -161,7 +162,19 @@ def test_a_container_is_taken_apart_and_built_again(value, paths):
     built = tree.build([leaf.value for leaf in tree.leaves])
     assert type(built) is type(value)
     assert built == value
-    assert built is not value or not paths
+
+
+@pytest.mark.parametrize("make", [list, dict, OrderedDict, lambda x: defaultdict(int, x), Counter, deque])
+def test_a_built_in_container_is_a_new_one_each_time(make):
+    value = make({"a": 1})
+    built = tree_map(lambda leaf: leaf, value)
+    assert built == value
+    assert built is not value
+
+
+@pytest.mark.parametrize("value", [FromItems(a=1), Rows([1], "note"), Triple((1, 2)), Frozen(1), Point(1, 2)])
+def test_a_container_of_another_class_stays_the_same_object_unless_a_child_is_another(value):
+    assert tree_map(lambda leaf: leaf, value) is value
 
 
 @pytest.mark.parametrize(("value", "paths"), CONTAINERS.values(), ids=CONTAINERS)
@@ -199,11 +212,219 @@ def test_a_model_output_is_built_with_its_fields():
     assert "loss" not in built
 
 
-def test_a_dataclass_is_built_without_running_its_checks():
+def test_a_dataclass_whose_constructor_refuses_a_chunk():
     built = tree_map(lambda leaf: leaf, Batch([1, 2, 3, 4]))
     short = Tree(Batch(torch.arange(4)), "v").build([torch.arange(1), "label", "cached"])
     assert built.rows == [1, 2, 3, 4]
     assert (len(short.rows), short.label, short.cached) == (1, "label", "cached")
+
+
+# ------------------------------------------------------------------------ attributes beside the items
+
+
+class AttrDict(dict):
+    """The recipe of which there are thousands."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Mirror(dict):
+    """Items that are attributes, too, set by a constructor that takes something else."""
+
+    def __init__(self, text):
+        super().__init__(x=text)
+        self.x = text
+
+    def __setitem__(self, key, value):
+        raise TypeError("no items")
+
+
+class Named(dict):
+    """Attributes that its constructor makes of the items it is given by name."""
+
+    def __init__(self, x, y):
+        super().__init__(x=x, y=y)
+        self.x, self.size = x, len(x)
+
+
+class Both(tuple):
+    """A tuple with names."""
+
+    def __new__(cls, x, y):
+        new = super().__new__(cls, (x, y))
+        new.x, new.size = x, len(x)
+        return new
+
+
+class Loose(tuple):
+    """A tuple that nothing can be made of but a copy."""
+
+    def __new__(cls):
+        new = super().__new__(cls, (torch.arange(4), "y"))
+        new.x, new.note = new[0], "kept"
+        return new
+
+
+class Marked(list):
+    """A list whose first member is an attribute."""
+
+    def __init__(self, first, second, third):
+        super().__init__([first, second])
+        self.x = first
+
+
+class Slots(dict):
+    """A dict with an attribute in a slot."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, text):
+        super().__init__(x=text)
+        self.x = text
+
+
+def half(leaf):
+    return leaf[:2] if isinstance(leaf, torch.Tensor) else leaf
+
+
+MIRRORS = {
+    "its own attributes": AttrDict(x=torch.arange(4), y=1),
+    "copied": Mirror(torch.arange(4)),
+    "by name": Named(x=torch.arange(4), y=1),
+    "tuple": Both(torch.arange(4), 1),
+    "tuple that is copied": Loose(),
+    "list": Marked(torch.arange(4), 1, 2),
+    "slot": Slots(torch.arange(4)),
+}
+
+
+@pytest.mark.parametrize("value", MIRRORS.values(), ids=MIRRORS)
+def test_attributes_that_are_items_follow_them(value):
+    built = tree_map(half, value)
+    assert type(built) is type(value)
+    assert built.x.tolist() == [0, 1]
+    assert built.x is next(tensors_in(built))
+    assert getattr(built, "size", 2) == 2
+    assert getattr(built, "note", "kept") == "kept"
+    assert value.x.tolist() == [0, 1, 2, 3]
+
+
+def test_a_dict_that_is_its_own_attributes_stays_so():
+    built = tree_map(half, AttrDict(x=torch.arange(4)))
+    built.later = 3
+    assert built["later"] == 3
+    assert vars(built) is built
+
+
+def test_an_attribute_that_was_set_later_is_kept():
+    value = FromItems(x=torch.arange(4))
+    value.note, value.again = "note", value["x"]
+    built = tree_map(half, value)
+    assert (built.note, built.again.tolist()) == ("note", [0, 1])
+
+
+@pytest.mark.parametrize("kind", [FromItems, list, tuple, Frozen])
+def test_tensors_that_are_no_items_are_refused_by_name(kind):
+    class Extended(kind):
+        pass
+
+    value = Extended(torch.arange(4)) if kind is Frozen else Extended({"x": torch.arange(4)})
+    value = Extended([torch.arange(4)]) if kind in (list, tuple) else value
+    object.__setattr__(value, "mask", {"m": [torch.ones(4)]})
+    with pytest.raises(StructureError, match=r"another Extended for inputs: its attribute mask has tensors"):
+        Tree(value, "inputs").build(list(map(half, (leaf.value for leaf in Tree(value, "inputs").leaves))))
+
+
+class Guarded(dict):
+    """A dict that shows nothing by its own methods."""
+
+    def items(self):
+        raise PermissionError("closed")
+
+    keys = values = __iter__ = __len__ = items
+
+
+def test_no_method_of_a_container_is_called_to_open_it():
+    value = Guarded(x=torch.arange(4))
+    assert [leaf.path for leaf in Tree(value, "v").leaves] == ["v['x']"]
+    assert next(tensors_in(tree_map(half, value))).tolist() == [0, 1]
+
+    class NoLen(tuple):
+        def __len__(self):
+            raise NotImplementedError
+
+    assert next(tensors_in(tree_map(half, NoLen((torch.arange(4), 1))))).tolist() == [0, 1]
+
+
+def test_the_order_of_an_ordered_dict_is_its_own():
+    class Ordered(OrderedDict):
+        pass
+
+    value = Ordered(a=torch.zeros(4), b=torch.ones(4))
+    value.move_to_end("a")
+    assert list(tree_map(half, value)) == ["b", "a"]
+
+
+# -------------------------------------------------------------------------------- derived fields
+
+
+@dataclasses.dataclass
+class Sequences:
+    """A dataclass with all kinds of derived values."""
+
+    rows: torch.Tensor
+    kind: str = "k"
+    size: int = dataclasses.field(init=False)
+    mask: typing.Any = dataclasses.field(init=False, default=None)
+    later: typing.Any = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self):
+        self.size, self.mask, self.valid = len(self.rows), self.rows > 0, self.rows >= 0
+
+    @functools.cached_property
+    def total(self):
+        return int(self.rows.sum())
+
+
+def test_what_a_dataclass_derives_from_its_fields_is_derived_again():
+    value = Sequences(torch.arange(4), "x")
+    value.later = torch.arange(4)
+    assert value.total == 6
+    built = tree_map(half, value)
+    assert (built.rows.tolist(), built.kind, built.size, built.total) == ([0, 1], "x", 2, 1)
+    assert (built.mask.tolist(), built.valid.tolist(), built.later.tolist()) == ([False, True], [True] * 2, [0, 1])
+    assert (value.size, value.total) == (4, 6)
+
+
+def test_a_dataclass_that_changes_its_fields_is_copied():
+    @dataclasses.dataclass
+    class Scaled:
+        rows: torch.Tensor
+
+        def __post_init__(self):
+            self.rows = self.rows / 2
+
+    assert tree_map(half, Scaled(torch.arange(4.0))).rows.tolist() == [0, 0.5]
+
+
+def test_a_dataclass_with_another_constructor_and_a_value_on_demand():
+    @dataclasses.dataclass(init=False)
+    class Loaded:
+        rows: torch.Tensor
+
+        def __init__(self):
+            self.rows, self.source = torch.arange(4), "file"
+
+        @functools.cached_property
+        def count(self):
+            return len(self.rows)
+
+    value = Loaded()
+    assert value.count == 4
+    built = tree_map(half, value)
+    assert (built.rows.tolist(), built.source, built.count) == ([0, 1], "file", 2)
 
 
 def test_a_field_that_is_not_set_yet_stays_so():

@@ -13,7 +13,7 @@ import copy
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +29,6 @@ WIDTH, LAYERS = 4, 4
 
 class Invalid(Exception):
     """A line that cannot run on one device either."""
-
-
-@dataclass
-class Holder:
-    layer: Any
 
 
 class Strict:
@@ -92,7 +87,7 @@ class Net(nn.Module):
         self.gated = False
         self.path, self.deep, self.words = [self.layers[0], self.layers[1]], [[[[[[[[[[]]]]]]]]]], list(range(2000))
         self.table: dict[str, Any] = {"a": self.layers[0]}
-        self.holder = Holder(self.layers[3])
+        self.partial = partial(self.layers[3])
         self.method = self.layers[1].forward
         self.scale: Any = 1.0
         self.strict: Any = None
@@ -110,8 +105,8 @@ class Net(nn.Module):
         return found
 
     def named_layers(self) -> list[Any]:
-        ends = [word for word in (*self.words[:3], *self.words[-3:]) if isinstance(word, nn.Module)]
-        return [*self.path, *self.innermost(), *self.table.values(), self.holder.layer, *ends, self.method]
+        ends = [word for word in (*self.words[:3], self.words[1000], *self.words[-3:]) if isinstance(word, nn.Module)]
+        return [*self.path, *self.innermost(), *self.table.values(), self.partial, *ends, self.method]
 
     def put(self, index: int, layer: nn.Module) -> None:
         """Replace a layer, wherever it is."""
@@ -119,8 +114,8 @@ class Net(nn.Module):
         for held in (self.path, self.innermost(), self.words):
             held[:] = [layer if each is old else each for each in held]
         self.table = {key: layer if each is old else each for key, each in self.table.items()}
-        if self.holder.layer is old:
-            self.holder.layer = layer
+        if self.partial.func is old:
+            self.partial = partial(layer)
         if self.method.__self__ is old:
             self.method = layer.forward
         self.layers[index] = layer
@@ -174,6 +169,7 @@ class Pair:
             "Strict": Strict,
             "Negated": Negated,
             "OrderedDict": OrderedDict,
+            "partial": partial,
             "double": double,
             "increment": increment,
             "halve": halve,
@@ -482,9 +478,10 @@ CHANGES = {
         "n.table['{j}'] = n.layers[{i}]",
         "n.table.clear()",
         "n.table = {{'a': n.layers[{i}]}}",
-        "n.holder.layer = n.layers[{i}]",
+        "n.partial = partial(n.layers[{i}])",
         "n.words.append(n.layers[{i}])",
         "n.words[0] = n.layers[{i}]",
+        "n.words[1000] = n.layers[{i}]",
         "n.words[:] = list(range(2000))",
     ),
     "submodules": lines(

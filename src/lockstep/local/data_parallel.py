@@ -19,15 +19,15 @@ import torch
 from torch.nn import Module
 
 from lockstep.arguments import check_module
-from lockstep.compiler import outside_compiler
+from lockstep.compiler import is_recorded, outside_compiler
 from lockstep.devices import (
     DeviceLike,
-    all_accelerators,
+    replica_devices,
     resolve_destination,
     resolve_devices,
     warn_if_unbalanced,
 )
-from lockstep.errors import LengthError
+from lockstep.errors import LengthError, NotReplicableError
 from lockstep.inherited import refusal, refusing
 from lockstep.local import scatter_gather, workers
 from lockstep.local.checks import require_on
@@ -55,8 +55,8 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         module: its parameters and buffers must be on the first device.
         device_ids: the devices. Each is an index of the current accelerator type, a string or a ``torch.device``. The
             same device may be listed more than once: ``["cpu", "cpu"]`` trains on two threads. None takes all
-            accelerators; on a machine without accelerators the module then runs as it is. The attribute may be set, or
-            changed in place, later.
+            accelerators. On a machine without accelerators the module runs as it is with None, an empty list, and a
+            list of accelerators, as with PyTorch. The attribute may be set, or changed in place, later.
         output_device: the device on which outputs are gathered: any device, ``-1`` or ``"cpu"``. None takes the first
             device.
         dim: the dimension along which inputs are split and outputs are concatenated. Mark an input that does not
@@ -100,13 +100,13 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         self.module = module
         self.dim = dim
         self.gather_outputs = gather_outputs
-        devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
+        devices = replica_devices(device_ids)
         self.device_ids = [_public(device) for device in devices]
         self.split = None if split is None else list(split)
-        scatter_gather.split_sizes(0, max(1, len(devices)), self.split)
         self._start()
         if not devices:
             return
+        scatter_gather.split_sizes(0, len(devices), self.split)
         self.src_device_obj = devices[0]
         self.output_device = _public(
             self.src_device_obj if output_device is None else resolve_destination(output_device, stacklevel=4)
@@ -121,12 +121,22 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
 
     # Forward #
 
-    @outside_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the module's output for the whole batch, or, with ``gather_outputs=False``, a list of outputs."""
+        """Return the module's output for the whole batch, or, with ``gather_outputs=False``, a list of outputs.
+
+        Where the calling thread's operations are recorded (:func:`~lockstep.compiler.is_recorded`), the module runs as
+        it is, in this thread.
+        """
+        if torch.compiler.is_exporting():  # the compiler traces this line
+            return self.module(*inputs, **kwargs)
+        return self._forward(inputs, kwargs)
+
+    @outside_compiler
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         devices = self._devices()
-        if not devices:
-            return self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
+        if not devices or is_recorded():
+            output = self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
+            return output if self.gather_outputs or not devices else [output]
         with self._phases.phase("DataParallel.forward"):
             if len(devices) == 1:
                 return self._forward_on_one(inputs, kwargs)
@@ -187,7 +197,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     def _devices(self) -> list[torch.device]:
         """Return the devices that ``device_ids`` names now; none if that is empty or None: the module runs as it is."""
         ids = self.device_ids
-        devices = [] if ids is None or (isinstance(ids, list | tuple) and not ids) else resolve_devices(ids)
+        devices = [] if ids is None or (isinstance(ids, list | tuple) and not ids) else replica_devices(ids)
         if devices and devices[0] != vars(self).get("src_device_obj"):
             self.src_device_obj = devices[0]
             if "output_device" not in vars(self):  # the wrapper began without devices
@@ -228,6 +238,11 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         """
         if not batch:
             raise LengthError("step expects the batch: step(loss_fn, *inputs, target)")
+        if is_recorded():
+            raise NotReplicableError(
+                "step() runs on threads of its own, where what the caller records (a trace, an export, torch.func, a "
+                "mode) would not see it: record the forward of the module, parallel.module"
+            )
         with self._phases.phase("DataParallel.step"):
             return self._step(loss_fn, batch)
 
@@ -278,8 +293,17 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             super().__delattr__(name)
 
     def _belongs_to_module(self, name: str) -> bool:
-        """Return True if the module has an attribute of that name and the wrapper has none."""
-        if name in _OWN or name.startswith("_") or name in vars(self) or hasattr(type(self), name):
+        """Return True if the module has an attribute of that name and the wrapper has none.
+
+        What a subclass sets is its own, before and after the constructor of this class.
+        """
+        if (
+            type(self) is not DataParallel
+            or name in _OWN
+            or name.startswith("_")
+            or name in vars(self)
+            or hasattr(type(self), name)
+        ):
             return False
         slots = [vars(self).get(kind, {}) for kind in SLOTS]
         module = vars(self).get("_modules", {}).get("module")
@@ -341,8 +365,8 @@ def data_parallel(
     """
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     kwargs = dict(module_kwargs or {})
-    devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
-    if not devices:
+    devices = replica_devices(device_ids)
+    if not devices or is_recorded():
         return module(*scatter_gather.unmarked(args), **scatter_gather.unmarked(kwargs))
     if len(devices) == 1:  # the class moves its module to a lone device, the function does not
         require_on(module, devices[0])

@@ -49,26 +49,19 @@ class ReplicaBuffers:
         self._holders = [getattr(modules[index], kind) for kind, index, _ in self._slots]
         self._sort(self._now())
 
-    def refresh(self, *, grad: bool) -> set[int]:
-        """Bind new tensors to the copies' slots, differentiable ones with ``grad``.
-
-        Returns the ids of the network's tensors that have entered or left a slot since the last call.
-        """
-        exchanged: set[int] = set()
+    def refresh(self, *, grad: bool) -> None:
+        """Bind new tensors to the copies' slots, differentiable ones with ``grad``."""
         now = self._now()
         if not identical(now, self._found):
-            before = self._sources
             self._sort(now)
-            exchanged = set(map(id, before)) ^ set(map(id, self._sources))
         if not self._sources or not self._copies:
-            return exchanged
+            return
         linking = [grad and t.requires_grad for t in self._sources]
         rows = self._plain_copies([t for t, link in zip(self._sources, linking, strict=True) if not link])
         if any(linking):
             self._link(rows, linking)
         for copy, row in zip(self._copies, rows, strict=True):
             copy.bind(self._slots, [None if i is None else row[i] for i in self._order])
-        return exchanged
 
     def _now(self) -> list[Tensor | None]:
         return list(map(operator.getitem, self._holders, self._names))

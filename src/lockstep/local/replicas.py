@@ -4,12 +4,12 @@ A :class:`ReplicaSet` holds one complete copy of the module tree for each device
 Each use begins with :meth:`ReplicaSet.refresh`, which takes the following steps, in this order:
 
 1. *Notice.* One pass over the network (:mod:`~lockstep.local.changes`). If submodules or parameters were replaced, or
-   their data has moved, build everything anew. Otherwise carry over the attributes and hooks that were set since the
-   last use, and reset attributes that only the forward of a replica other than the first has set.
+   their data has moved, build everything anew.
 2. *Parameters.* Replicas on the network's device use the parameters' own storage. On other devices the values are
    brought up to date in flat transfers (:mod:`~lockstep.local.replica_parameters`): all of them if a gradient is
    wanted, otherwise those that differ from what was sent last.
 3. *Buffers.* A replica gets new tensors with the network's values (:mod:`~lockstep.local.replica_buffers`).
+4. *Attributes.* A replica gets those that the network has now (:mod:`~lockstep.local.attributes`).
 
 The replicas' parameters are made differentiable once, by one :class:`~lockstep.local.functions.GradientEdges` for each
 bucket. These nodes save nothing, so they serve every backward; each sums its bucket into the network's parameters as
@@ -28,7 +28,8 @@ from torch.nn import Module
 
 from lockstep.buckets import DEFAULT_CAP_BYTES
 from lockstep.devices import DeviceLike, resolve_devices
-from lockstep.local.changes import AttributeSnapshot, CopyAttributes, ReplicaSlots, StructureSnapshot
+from lockstep.local.attributes import Attributes
+from lockstep.local.changes import ReplicaSlots, StructureSnapshot
 from lockstep.local.checks import common_device, require_on
 from lockstep.local.gradient_sums import Gradients, accumulate
 from lockstep.local.in_use import Uses
@@ -146,15 +147,10 @@ class ReplicaSet:
             return built
 
     def after_forward(self) -> None:
-        """Look at the attributes and hooks that a forward has set.
-
-        Attributes that the network's own forward has set stay its own: the next refresh does not carry them over, and
-        lets each replica keep its own. Hooks are carried over: one that removes itself at its first call must be gone
-        from every replica.
-        """
+        """Let attributes that the network's own forward has just set belong to each replica itself."""
         with self._lock:
             if self._built is not None:
-                self._built.keep_what_forward_set()
+                self._built.attributes.keep_what_forward_set()
 
     def check_slots(self) -> None:
         """Raise :class:`~lockstep.errors.NotReplicableError` if a forward has made a parameter in one replica."""
@@ -196,72 +192,25 @@ class _Built:
             cap_bytes=cap_bytes,
         )
         self._buffers.refresh(grad=False)
-        self._attributes = AttributeSnapshot(modules)
         self._structure = StructureSnapshot(modules)
-        leading = self._attributes.leading
-        for copy in self.copies:
-            copy.set_all_attributes(leading)
-        self._of_copies = CopyAttributes([copy.modules for copy in self.copies])
-        self._kept: set[tuple[int, str]] = set()  # attributes set by forward, of which every replica has its own
+        self.attributes = Attributes(modules, self.copies)
         self.slots = ReplicaSlots(([modules] if network_first else []) + [copy.modules for copy in self.copies])
 
     def follow_network(self, *, gradients: bool) -> bool:
-        """Carry over changed attributes; return False if the copies as a whole are stale."""
-        if self._structure.changed():
+        """Look at what the network has now; return False if the copies as a whole are stale."""
+        if self._structure.changed() or not self.parameters.follow_network(gradients=gradients):
             return False
-        if not self.parameters.follow_network(gradients=gradients):
-            return False
-        changed = self._attributes.changed()
-        if changed and self._structure.replaced():
-            return False
-        self._give_up_strays()
-        if changed:
-            changes = self._attributes.take_changes()
-            self._kept.difference_update(_pairs(changes))
-            self._carry_over(changes)
-        return True
+        return self.attributes.follow_network()
 
     def bind(self, *, leaves: bool, grad: bool) -> None:
-        """Put parameters and buffers into the copies' slots; update attributes that hold them.
+        """Put parameters and buffers into the copies' slots, and set all attributes.
 
         Buffers are differentiable copies with ``grad``.
         """
         if not self.parameters.bound:
             self.slots.forget()  # old links keep a graph to the former parameters
         bound_anew = self.parameters.bind(leaves=leaves)
-        self._rebind_attributes()
-        exchanged = self._buffers.refresh(grad=grad)
-        self._rebind_attributes()
-        if exchanged and (changes := self._attributes.holding(exchanged)):
-            self._carry_over(changes)
+        self._buffers.refresh(grad=grad)
+        self.attributes.give()
         if bound_anew or self.parameters.recopied:
             self.slots.look()
-
-    def keep_what_forward_set(self) -> None:
-        """Let attributes that forward has just set on the network belong to each replica itself."""
-        if self._attributes.changed():
-            self._kept.update(_pairs(self._attributes.take_changes(hooks=False)))
-
-    def _carry_over(self, changes: list[tuple[int, list[str]]]) -> None:
-        """Set changed attributes of the network in every copy."""
-        leading = self._attributes.leading
-        numbers = [index for index, _ in changes]
-        for number, copy in enumerate(self.copies):
-            copy.set_attributes(changes, leading)
-            self._of_copies.look_again(number, numbers)
-
-    def _give_up_strays(self) -> None:
-        """Reset attributes that only a copy's forward has set: setting them on the network would not be noticed."""
-        for number, changes in self._of_copies.take_changes():
-            strays = [(i, [name for name in names if (i, name) not in self._kept]) for i, names in changes]
-            self.copies[number].set_attributes(strays, self._attributes.leading)
-            self._of_copies.look_again(number, [index for index, names in strays if names])
-
-    def _rebind_attributes(self) -> None:
-        for number, copy in enumerate(self.copies):
-            if indices := copy.rebind_attributes():
-                self._of_copies.look_again(number, indices)
-
-
-def _pairs(changes: list[tuple[int, list[str]]]) -> set[tuple[int, str]]:
-    return {(index, name) for index, names in changes for name in names}

@@ -7,10 +7,7 @@ replica, and a tensor with as many rows as there are replicas, beside a larger b
 
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +16,7 @@ from lockstep.devices import DeviceLike, resolve_destination, resolve_device, re
 from lockstep.errors import LayoutError, LengthError, StructureError
 from lockstep.local.comm import copy_to, even_split
 from lockstep.local.functions import Broadcast, Gather, Scatter
-from lockstep.tree import Leaf, Node, Tree, open_node, tensors_in, tree_map
+from lockstep.tree import Leaf, Node, Tree, holds_tensors, open_node, tensors_in, tree_map
 
 
 def scatter(
@@ -158,50 +155,13 @@ def _look_into(leaf: Leaf) -> None:
     if kind in _looked_into:
         return
     _looked_into.add(kind)
-    if not isinstance(leaf.value, torch.Tensor) and _holds_tensors(leaf.value):
+    if not isinstance(leaf.value, torch.Tensor) and holds_tensors(leaf.value):
         warnings.warn(
             f"{leaf.path} is a {kind.__module__}.{kind.__qualname__}, which holds tensors, and goes whole to every "
             "replica: none of their rows are split. If they are rows of the batch, pass the tensors by themselves, or "
             "register the type with torch.utils._pytree.register_pytree_node",
             stacklevel=2,
         )
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Return True if an object has tensors among its attributes, or in containers and other objects there.
-
-    Not counted are tensors of modules and parameters, which are no part of a batch, and variables of closures.
-    """
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting and len(seen) < _AT_MOST:
-        each = waiting.pop()
-        if isinstance(each, torch.Tensor):
-            if not isinstance(each, torch.nn.Parameter):
-                return True
-        elif id(each) not in seen and not isinstance(each, _NOT_LOOKED_INTO):
-            seen.add(id(each))
-            waiting += _parts(each)
-    return False
-
-
-_AT_MOST = 1000
-"""The largest number of objects inside one that are looked at."""
-_NOT_LOOKED_INTO = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.nn.Module, str, bytes, int)
-
-
-def _parts(value: Any) -> list[Any]:
-    """Return the members of a container, and the attributes of an object."""
-    parts = list(getattr(value, "__dict__", {}).values())
-    parts += [getattr(value, name, None) for kind in type(value).__mro__ for name in _slots(kind)]
-    if isinstance(value, dict | list | tuple | set | frozenset | deque):
-        parts += islice(value.values() if isinstance(value, dict) else value, _AT_MOST)
-    return parts
-
-
-def _slots(kind: type) -> Sequence[str]:
-    names = vars(kind).get("__slots__", ())
-    return [names] if isinstance(names, str) else list(names)
 
 
 def _rows(leaves: Sequence[Leaf], dim: int, replicas: int) -> int | None:

@@ -1,0 +1,209 @@
+"""Gives the attributes of a network's modules to the modules of its copies, at each use.
+
+What a copy sees is what the network has now, as with ``torch.nn.DataParallel``: every module of a copy gets a new
+``__dict__``, which is the network's with the copy's own slots and tables of hooks in it. Values that lead to modules,
+parameters or buffers of the network are rebuilt with those of the copy (:mod:`~lockstep.local.translation`).
+
+There is one exception. What forward sets on the network, which is the first replica, belongs to that replica. The
+others keep what their own forward has set there, until somebody else sets it: a hidden state or a cache of the first
+replica is on its device and has its rows.
+"""
+
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from lockstep.compiler import is_compiled, recompile, recompiled
+from lockstep.errors import NotReplicableError
+from lockstep.local.contents import changed_names, differing_dicts
+from lockstep.local.module_copy import CACHE, HOOKS, SLOTS, FormerParameters, ModuleCopy, is_scripted, scripted_names
+from lockstep.local.translation import Translation, is_plain, leads, opens
+from lockstep.tree import slot_members
+
+_TABLES = (*HOOKS, "_non_persistent_buffers_set")  # PyTorch keeps them in every module; a replica has its own
+_COMPILED = "_compiled_call_impl"  # what module.compile() has made
+_OF_NO_FORWARD = {*SLOTS, *_TABLES, CACHE, _COMPILED, "_is_replica"}
+_OF_SCRIPTS = {"_c", "_concrete_type", "_actual_script_module", "_initializing", "_name", "forward", *_OF_NO_FORWARD}
+
+_Attributes = dict[str, Any]  # the __dict__ of a module
+
+
+class Attributes:
+    """The attributes of ``modules``; :meth:`give` sets them on ``copies``, whose slots have been filled."""
+
+    def __init__(self, modules: Sequence[Module], copies: Sequence[ModuleCopy]) -> None:
+        self._copies = copies
+        self._scripted = [i for i, module in enumerate(modules) if is_scripted(module)]
+        numbers = [i for i, module in enumerate(modules) if not is_scripted(module)]
+        self._all = modules
+        self._modules = [modules[i] for i in numbers]
+        self._rows = [[copy.modules[i] for i in numbers] for copy in copies]
+        self._own = [[_own_attributes(*pair) for pair in zip(self._modules, row, strict=True)] for row in self._rows]
+        self._own_tables = [own[name] for name in _TABLES for owns in self._own for own in owns if name in own]
+        self._members = [
+            (i, members) for i, module in enumerate(self._modules) if (members := slot_members(type(module)))
+        ]
+        self._kept: dict[int, set[str]] = {}
+        self._may_lead: dict[int, list[str]] = {}
+        self._then = self._taken()
+        for index, attributes in enumerate(self._then):
+            self._look_at(index)
+            if attributes.get(_COMPILED) is not None:
+                self._compile(index)
+
+    def _taken(self) -> list[_Attributes]:
+        return [vars(module).copy() for module in self._modules]
+
+    # What the network has #
+
+    def follow_network(self) -> bool:
+        """Look at what the network has now; return False if a module has other dictionaries of slots than before."""
+        changes = self._changes()
+        for index, names in changes.items():
+            if index in self._kept:
+                self._kept[index] -= names
+        return not any(names.intersection(SLOTS) for names in changes.values())
+
+    def keep_what_forward_set(self) -> None:
+        """Let attributes that have changed since :meth:`follow_network` belong to each replica itself."""
+        for index, names in self._changes().items():
+            self._kept.setdefault(index, set()).update(names - _OF_NO_FORWARD)
+
+    def _changes(self) -> dict[int, set[str]]:
+        """Return the names of the attributes that were set or deleted since the last call, by number of the module."""
+        now, then = self._taken(), self._then
+        self._then = now
+        changes = {index: changed_names(now[index], then[index]) for index in differing_dicts(now, then)}
+        for index, names in changes.items():
+            self._look_at(index)
+            if _COMPILED in names:
+                self._compile(index)
+        return changes
+
+    def _look_at(self, index: int) -> None:
+        """Find the attributes of a module that may lead into the network."""
+        found = [n for n, value in self._then[index].items() if n not in _OF_NO_FORWARD and _may_lead(value)]
+        self._may_lead.pop(index, None)
+        if found:
+            self._may_lead[index] = found
+
+    def _compile(self, index: int) -> None:
+        """Compile the copies of a module that was compiled in place."""
+        compiled = self._then[index].get(_COMPILED)
+        for row, owns in zip(self._rows, self._own, strict=True):
+            owns[index].pop(_COMPILED, None)
+            if compiled is not None:
+                owns[index][_COMPILED] = recompiled(compiled, row[index])
+
+    # What the copies get #
+
+    def give(self) -> None:
+        """Set all attributes of all copies."""
+        if any(self._own_tables):  # forward has put hooks there
+            for table in self._own_tables:
+                table.clear()
+        tables = [(i, n, table) for i, given in enumerate(self._then) for n in _TABLES if (table := given.get(n))]
+        leading = self._leading()
+        for number, copy in enumerate(self._copies):
+            translate = Translation(copy.counterparts(self._all) if tables or leading or self._members else {})
+            given = [now | own for now, own in zip(self._then, self._own[number], strict=True)]
+            for index, name, value in leading:
+                given[index][name] = _own_value(translate, value, type(self._modules[index]), name)
+            for index, name, table in tables:
+                own = translate(table)
+                given[index][name] = table.copy() if own is table else own
+            self._set(self._rows[number], given, translate)
+            for index in self._scripted:
+                _follow_script(self._all[index], copy.modules[index])
+
+    def _set(self, row: list[Module], given: list[_Attributes], translate: Translation) -> None:
+        for index, names in self._kept.items():
+            _keep(names, vars(row[index]), given[index])
+        for module, attributes in zip(row, given, strict=True):
+            attributes.pop(CACHE, None)
+            object.__setattr__(module, "__dict__", attributes)  # at once: another thread may run the module
+        for index, members in self._members:
+            _copy_members(members, self._modules[index], row[index], translate)
+
+    def _leading(self) -> list[tuple[int, str, Any]]:
+        """Return the attributes that lead into the network: the numbers of their modules, their names and values."""
+        values = ((i, name, self._then[i][name]) for i, names in self._may_lead.items() for name in names)
+        candidates = [(i, n, value) for i, n, value in values if not (opens(value) and is_plain(value))]
+        if not candidates or not self._copies:
+            return []
+        known = self._copies[0].counterparts(self._all)
+        return [each for each in candidates if leads(each[2], known)]
+
+
+def _own_attributes(module: Module, copy: Module) -> _Attributes:
+    """Return the attributes that a module of a copy has for good, or only it has."""
+    if is_compiled(module):
+        recompile(module, copy)
+    there, here = vars(module), vars(copy)
+    own = {name: value for name, value in here.items() if name not in there}  # its class may make replicas itself
+    if is_compiled(module):
+        own |= {name: value for name, value in here.items() if name in there and value is not there[name]}
+    own |= {slot: here[slot] for slot in SLOTS} | {name: type(there[name])() for name in _TABLES if name in there}
+    own["_former_parameters"] = FormerParameters(here["_parameters"])
+    if isinstance(module, torch.nn.RNNBase):
+        own["flatten_parameters"] = _already_flat
+    return own
+
+
+def _already_flat() -> None:
+    """Replace ``flatten_parameters`` in replicas: their weights lie as the network's do, and must stay there."""
+
+
+def _may_lead(value: Any) -> bool:
+    if type(value) in (tuple, frozenset):
+        return not is_plain(value)
+    return opens(value) or issubclass(type(value), torch.Tensor | Module)
+
+
+def _own_value(translate: Translation, value: Any, owner: type, name: str) -> Any:
+    try:
+        return translate(value)
+    except RecursionError:
+        raise NotReplicableError(
+            f"attribute {name} of a {owner.__name__} leads to a module, parameter or buffer of the network through "
+            "containers that are nested too deeply to be rebuilt for a replica"
+        ) from None
+
+
+def _keep(names: Iterable[str], old: _Attributes, new: _Attributes) -> None:
+    """Leave attributes as a replica's forward has left them."""
+    for name in names:
+        if name in old:
+            new[name] = old[name]
+        else:
+            new.pop(name, None)
+
+
+def _copy_members(
+    members: Iterable[types.MemberDescriptorType], module: Module, copy: Module, translate: Translation
+) -> None:
+    for member in members:
+        try:
+            member.__set__(copy, translate(member.__get__(module)))
+        except AttributeError:  # not set
+            member.__set__(copy, None)
+            member.__delete__(copy)
+
+
+def _follow_script(script: Any, copy: Any) -> None:
+    """Set the attributes of a scripted module on its copy: those of the script, and those of the Python object."""
+    for name in scripted_names(script):
+        copy._c.setattr(name, script._c.getattr(name))
+    there, here = _of_object(script), _of_object(copy)
+    for name in here.keys() - there.keys():
+        del vars(copy)[name]
+    vars(copy).update(there)
+
+
+def _of_object(script: Any) -> _Attributes:
+    """Return the attributes of a scripted module's Python object; it keeps methods there that were called."""
+    items = vars(script).items()
+    return {n: v for n, v in items if n not in _OF_SCRIPTS and not isinstance(v, torch._C.ScriptMethod)}
