@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import json
 import os
 import re
 import signal
@@ -51,6 +53,49 @@ def test_a_program_gets_our_wrapper_and_the_group_that_was_asked_for_and_its_exi
     assert done.returncode == 7, done.stderr
     assert done.stdout.splitlines() == ["[rank 0] lockstep shm 1.5 --its own 7"]
     assert re.fullmatch("lockstep: rank [01] failed with exit status 7", done.stderr.splitlines()[-1])
+
+
+FAILS = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("no data")
+dist.barrier()
+"""
+
+
+def test_the_rank_is_named_whose_error_it_is_and_not_one_that_waited_for_it(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    command = [sys.executable, "-m", "lockstep", "run", "--ranks", "2", str(tmp_path / "fails.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "lockstep: rank 1 failed with exit status 1"
+
+
+FIRST = {
+    # what the launcher has found, at one time; what ranks have written: status, time, whether it follows; the first
+    "an error, and what follows": ([0, 1], {0: (1, 2.5, True), 1: (3, 2.9, False)}, (1, 3)),
+    "the earlier of two errors": ([0, 1], {0: (1, 2.9, False), 1: (2, 2.5, False)}, (1, 2)),
+    "an error of a rank that has not ended": ([0], {0: (1, 2.5, True), 1: (1, 2.4, False)}, (1, 1)),
+    "an error, and a process that Gloo has ended": ([0, 1], {1: (1, 2.5, False)}, (1, 1)),
+    "a killed process, and what follows": ([0, 1], {0: (1, 1.5, True)}, (1, 137)),
+    "a killed process alone": ([1], {}, (1, 137)),
+    "what follows, where nothing else is known": ([0], {0: (1, 1.5, True)}, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_the_first_failure_is(case, tmp_path):
+    ended, written, (rank, status) = FIRST[case]
+    for number, fields in written.items():
+        (tmp_path / "none_x/attempt_0" / str(number)).mkdir(parents=True)
+        record = json.dumps(dataclasses.asdict(run.Failed(*fields)))
+        (tmp_path / "none_x/attempt_0" / str(number) / "lockstep.json").write_text(record)
+    first, failed = run.first_failure({number: run.Failed(137, 2, False) for number in ended}, tmp_path)
+    assert (first, failed.status) == (rank, status)
 
 
 def run_under_a_launcher(rank, program):

@@ -1,5 +1,6 @@
 """The failure channel: what one rank tells, or leaves behind, is what all others raise. Ranks are threads here."""
 
+import errno
 import socket
 import threading
 import time
@@ -213,6 +214,44 @@ def test_a_rank_that_fails_before_all_have_met_is_named():
         return caught.value.rank, caught.value.phase
 
     assert run_ranks(3, train) == [(1, "start-up"), None, (1, "start-up")]
+
+
+def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come():
+    store, reached = dist.HashStore(), threading.Event()
+
+    def train(rank):
+        if rank.rank == 1:
+            this = meeting(store, 1, 3)
+            while this._listener is None:
+                this._listen()
+            this._listener.setblocking(True)
+            this._listener.accept()[0].close()
+            this.close()
+            return None
+        if rank.rank == 2:
+            assert reached.wait(SOON)
+            return None
+        with pytest.raises(PeerFailure) as caught:
+            channel(store, rank)
+        reached.set()
+        return caught.value.rank, caught.value.phase
+
+    assert run_ranks(3, train) == [(1, "start-up"), None, None]
+
+
+def test_a_link_that_is_lost_in_the_start_is_no_end_of_a_rank():
+    store = dist.HashStore()
+    here, other = meeting(store, 0, 2), meeting(store, 1, 2)
+    here._listen()
+    with socket.create_connection((here._own.ip, here._own.port)) as connected:
+        link = Connection(connected, 1, SOON)
+        link._note(OSError(errno.ETIMEDOUT, ""))
+        error = here._lost(link)
+    name = socket.gethostname()
+    assert (error.rank, error.kind) == (1, Kind.UNREACHABLE)
+    assert str(error) == f"rank 0, on {name}, has lost the connection to its host {name} (Connection timed out)"
+    here.close()
+    other.close()
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_time_out():

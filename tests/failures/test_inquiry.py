@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from lockstep.errors import OptionError
-from lockstep.failures.failure import Kind, unreachable
+from lockstep.failures.failure import Kind
+from lockstep.failures.hosts import unreachable
+from lockstep.failures.progress import Progress
 from lockstep.failures.stacks import Frame, Thread, own_stack
 from lockstep.failures.stall import (
     FIRST_STEPS,
@@ -117,16 +119,22 @@ def test_what_is_told_of_a_rank_that_nobody_can_ask():
 
 
 def test_what_is_told_of_a_host_of_which_nothing_is_heard():
-    def told(answering, silent):
-        return unreachable([2, 3], "node1", "rank 0 has heard nothing from node1 for 20 s", "node0", answering, silent)
+    def told(answering, silent, reaching=()):
+        seen = "rank 0 has heard nothing from node1 for 20 s"
+        return unreachable([2, 3], "node1", seen, "node0", answering, silent, reaching)
 
     failure = told([], [])
     assert (failure.kind, failure.rank, failure.step) == (Kind.UNREACHABLE, 2, None)
     begin = "rank 2 cannot be reached: rank 0 has heard nothing from node1 for 20 s, where ranks 2, 3 are"
     assert failure.summary == f"{begin}: node1, node0, or the network between them is down"
     assert told(["node2"], []).summary == f"{begin}; node2 still answers node0, so that node1 or its network is down"
-    assert told(["node2", "node3"], ["node4"]).summary.startswith(f"{begin}; node2, node3 still answer node0, so that")
+    assert told(["node2", "node3"], []).summary.startswith(f"{begin}; node2, node3 still answer node0, so that")
     assert told([], ["node2"]).summary == f"{begin}; node2 does not answer either: node0 is cut off"
+    between = "so that the network between node0 and node1 is down"
+    assert told(["node2"], [], ["node2"]).summary == f"{begin}; node2 still reaches both, {between}"
+    assert told(["node2", "node3"], [], ["node3"]).summary == f"{begin}; node3 still reaches both, {between}"
+    others = "so that node1, node3, or the network to them, are down"
+    assert told(["node2"], ["node3"]).summary == f"{begin}; node2 still answers node0, node3 does not, {others}"
     assert str(failure.error(2)).startswith(
         "rank 2 was given up by the others, because it could not be reached: rank 0"
     )
@@ -156,7 +164,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(("steps", "length", "phase", "seconds", "why"), LIMITS)
 def test_the_limit_follows_from_the_steps_and_comes_before_the_time_out(steps, length, phase, seconds, why):
-    deadline = Deadline(StallLimits(factor=20, minimum=60, timeout=600))
+    deadline = Deadline(StallLimits(factor=20, minimum=60, timeout=600), 0.0)
     observed(deadline, steps + 1, length)
     deadline.observe(steps, steps * length + 500)  # one long step changes nothing
     assert (deadline.seconds(phase), deadline.explain(phase)) == (pytest.approx(seconds), why)
@@ -164,7 +172,7 @@ def test_the_limit_follows_from_the_steps_and_comes_before_the_time_out(steps, l
 
 @pytest.mark.parametrize("phase", ["forward", "evaluation"])
 def test_the_least_limit_may_be_longer_than_the_time_out(phase):
-    deadline = Deadline(StallLimits(factor=20, minimum=7200, timeout=600))
+    deadline = Deadline(StallLimits(factor=20, minimum=7200, timeout=600), 0.0)
     assert deadline.seconds(phase) == 7200
     observed(deadline, 10, 3600.0)
     assert deadline.seconds(phase) == 7200
@@ -172,11 +180,36 @@ def test_the_least_limit_may_be_longer_than_the_time_out(phase):
 
 
 def test_several_steps_between_two_looks_count_with_their_mean():
-    deadline = Deadline(StallLimits(factor=2, minimum=0.1, timeout=600))
+    deadline = Deadline(StallLimits(factor=2, minimum=0.1, timeout=600), 0.0)
     for look in range(10):
         deadline.observe(5 * look, 10.0 * look)
         deadline.observe(5 * look, 10.0 * look + 5)  # a look at which nothing has happened
     assert deadline.seconds("forward") == pytest.approx(4)
+
+
+@pytest.mark.parametrize(("counts", "seconds"), [([0, 0, 8], 60), ([8], 60), ([0, 1, 1, 8], 60), ([0, 5], 540)])
+def test_the_first_steps_are_over_when_they_have_been_made_however_fast_they_were(counts, seconds):
+    deadline = Deadline(StallLimits(factor=20, minimum=60, timeout=600), 0.0)
+    for look, count in enumerate(counts, 1):
+        deadline.observe(count, float(look))
+    assert deadline.seconds("training") == seconds
+
+
+def test_a_long_start_is_no_step():
+    deadline = Deadline(StallLimits(factor=20, minimum=60, timeout=600), 0.0)
+    deadline.observe(0, 400.0)
+    deadline.observe(8, 401.0)
+    assert deadline.seconds("training") == 60
+
+
+def test_steps_of_an_earlier_process_are_not_made_here():
+    progress = Progress("run", 0, 2)
+    progress.step = 1
+    progress.resume_at(5000)
+    assert (progress.step, progress.steps_made) == (5000, 0)
+    progress.step += 1
+    assert (progress.step, progress.steps_made) == (5001, 1)
+    progress.close()
 
 
 @pytest.mark.parametrize("wrong", [{"factor": 0.0}, {"minimum": -1.0}, {"timeout": float("nan")}])

@@ -105,11 +105,20 @@ class Hosts:
 
     def drop(self, host: int, direction: str) -> None:
         """Drop what comes to a host ("input"), or what it sends ("output")."""
+        self._filter(host, direction, f"{'iifname' if direction == 'input' else 'oifname'} eth0")
+
+    def part(self, host: int, other: int) -> None:
+        """Drop what two hosts send to each other; both still reach all others."""
+        version = "ip6" if self._names == "ipv6" else "ip"
+        self._filter(host, "input", f"{version} saddr {self.address(other)}")
+        self._filter(other, "input", f"{version} saddr {self.address(host)}")
+
+    def _filter(self, host: int, direction: str, packets: str) -> None:
         rules = f"""
             table inet failures {{
                 chain {direction} {{
                     type filter hook {direction} priority 0;
-                    {"iifname" if direction == "input" else "oifname"} eth0 drop
+                    {packets} drop
                 }}
             }}
         """

@@ -2,7 +2,8 @@
 
 Its only argument is a JSON object: `folder`, `how` ("session", "replicate", or "reference" for PyTorch's DDP),
 `backend` (None: what the session chooses), `options` (of the session), `timeout`, `steps`, `forward_seconds`, and of
-one rank `leaves` and the step at which it does: "raise" or "exit 0".
+one rank `leaves` and the step at which it does: "raise" or "exit 0". With `exchanges` every rank sends something to
+every other in each step, as Gloo's sums do not. Rank `late` pauses after it has told where it listens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep.failures.ring import Connection, Meeting
 
 RANK = int(next(filter(None, map(os.environ.get, ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"]))))
 JOB = json.loads(sys.argv[1])
@@ -45,6 +47,8 @@ def train(model: nn.Module, batches: Callable[[Iterable[int]], Iterable[int]], c
             leave(JOB["leaves"])
         nn.functional.cross_entropy(outputs, y).backward()
         optimizer.step()
+        if JOB["exchanges"]:
+            dist.all_to_all_single(torch.empty(dist.get_world_size()), torch.ones(dist.get_world_size()))
         note("step", step=step)
         check()
     return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()[:12]
@@ -69,6 +73,18 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def pause_before_connecting() -> None:
+    connect = Meeting._connect_to_next
+
+    def connect_late(meeting: Meeting) -> Connection | None:
+        if meeting._listener is None:
+            return None
+        time.sleep(1.0)  # the event is that nothing happens to this rank meanwhile
+        return connect(meeting)
+
+    Meeting._connect_to_next = connect_late
+
+
 def main() -> str:
     if JOB["how"] == "session":
         with lockstep.session(backend=JOB["backend"], timeout=JOB["timeout"], **JOB["options"]) as run:
@@ -84,6 +100,8 @@ def main() -> str:
 
 
 torch.set_num_threads(1)
+if JOB["late"] == RANK:
+    pause_before_connecting()
 note("start", pid=os.getpid())
 try:
     digest = main()

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from hosts.trials import PAUSE, Plan, judge, random_plan, run
+from hosts.trials import BETWEEN, PAUSE, Plan, judge, random_plan, run
 
 pytestmark = pytest.mark.hosts
 
-TWO, THREE = (2, 2), (1, 1, 1)
+TWO, THREE, FOUR = (2, 2), (1, 1, 1), (1, 1, 1, 1)
 
 ROWS = [
     Plan(TWO, "kill", 3),
@@ -32,6 +32,10 @@ ROWS = [
     Plan(THREE, "input", 0, "gloo"),
     Plan(TWO, "output", 0, "gloo"),
     Plan(THREE, "output", 1),
+    Plan(THREE, BETWEEN, 0, other=1),
+    Plan((2, 1, 2), BETWEEN, 1, "gloo", other=2),
+    Plan(FOUR, BETWEEN, 0, other=2, stall_minimum=60.0),  # no neighbours in the ring
+    Plan(FOUR, BETWEEN, 1, "gloo", other=3, launcher="torchrun", stall_minimum=60.0),
     Plan(TWO, "stop", 3),
     Plan(THREE, "stop", 0, "gloo"),
     Plan(THREE, "stop", 1, "gloo"),
@@ -46,6 +50,13 @@ ROWS = [
 @pytest.mark.parametrize("plan", ROWS, ids=str)
 def test_a_failure(plan, tmp_path):
     assert judge(plan, run(plan, tmp_path)) == []
+
+
+@pytest.mark.parametrize("late", [1, 3])
+def test_a_start_in_which_the_last_rank_of_a_host_connects_late(late, tmp_path):
+    """Where it listens only its host can reach it."""
+    told = run(Plan(TWO, "none", 0, late=late), tmp_path)
+    assert [each.type for each in told] == [""] * 4, told
 
 
 @pytest.mark.parametrize(("backend", "how"), [("shm", "replicate"), ("gloo", "replicate"), ("gloo", "reference")])

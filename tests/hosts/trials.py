@@ -25,6 +25,8 @@ ON_A_HOST = ("kill host", "stop host")
 """The same to all ranks of a host."""
 ON_A_LINK = ("cable", "input", "output")
 """A host's cable is pulled; what comes to it is dropped; what it sends is dropped."""
+BETWEEN = "between"
+"""What two hosts send to each other is dropped; both still reach all others."""
 PAUSE = "pause"
 """A host's cable is pulled, and plugged in again after a while."""
 
@@ -53,11 +55,16 @@ class Plan:
     timeout: float = 60.0
     seconds: float = 0.0
     """How long a pause lasts, or how long after the start it happens."""
+    other: int = -1
+    """The second host of a failure between two."""
+    late: int = -1
+    """The rank that pauses in the start, after it has told where it listens and before it connects to the next."""
 
     def __str__(self) -> str:
         when = f"step {self.step}" if self.step >= 0 else f"{self.seconds:.1f} s after the start"
         hosts = "+".join(map(str, self.ranks))
-        return f"{self.failure} {self.victim} at {when}, {hosts} ranks, {self.backend}, {self.how}, {self.launcher}"
+        victim = f"{self.victim} and {self.other}" if self.failure == BETWEEN else f"{self.victim}"
+        return f"{self.failure} {victim} at {when}, {hosts} ranks, {self.backend}, {self.how}, {self.launcher}"
 
     @property
     def world(self) -> int:
@@ -72,7 +79,9 @@ class Plan:
     @property
     def victims(self) -> list[int]:
         """The ranks to which something happens."""
-        return [self.victim] if self.failure in ON_A_RANK else self.on_host(self.victim)
+        if self.failure in ON_A_RANK:
+            return [self.victim]
+        return self.on_host(self.victim) + (self.on_host(self.other) if self.failure == BETWEEN else [])
 
     @property
     def removed(self) -> list[int]:
@@ -89,7 +98,7 @@ class Plan:
             return self.timeout + self.link_timeout + 5
         if self.failure in ("stop", "stop host"):
             return 2 * self.stall_minimum + 10  # the limit is looked at once a second, and ranks have time to answer
-        return self.link_timeout + 8 if self.failure in ON_A_LINK else 8
+        return self.link_timeout + 8 if self.failure in (*ON_A_LINK, BETWEEN) else 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +162,7 @@ def _judge(plan: Plan, told: Told) -> list[str]:
         problems.append(f"ended after {told.seconds:.1f} s, promised are {plan.promise:g}")
     if told.type == "" and not (plan.failure == "exit 0" and told.rank == plan.victim):
         problems.append("ended without an error")
-    elif told.rank not in plan.victims or plan.failure in ON_A_LINK:
+    elif told.rank not in plan.victims or plan.failure in (*ON_A_LINK, BETWEEN):
         problems += _judge_names(plan, told)
     return [f"{problem}: {told.type}: {told.message}" for problem in problems]
 
@@ -167,10 +176,13 @@ def _judge_who_goes_on(plan: Plan, told: Told) -> list[str]:
 
 def _judge_names(plan: Plan, told: Told) -> list[str]:
     """An error says which rank, or which host, has failed."""
-    if told.named in plan.victims and told.rank not in plan.victims:
+    if told.named in plan.victims and told.rank not in plan.victims and plan.failure != BETWEEN:
         return []
     if told.type not in ("PeerFailure", "CommunicationError", "StalledError"):
         return ["raised neither PeerFailure nor CommunicationError"]
+    if plan.failure == BETWEEN:
+        words = f"so that the network between node{plan.victim} and node{plan.other} is down"
+        return [] if words in told.message else ["names another network"]
     if plan.failure in ON_A_LINK:
         # Between two hosts nobody can tell on which side the network has failed.
         between = len(plan.ranks) == 2 and "node0" in told.message and "node1" in told.message
@@ -189,6 +201,8 @@ def _start(plan: Plan, hosts: Hosts, folder: Path, master: str, more: dict[str, 
         "timeout": plan.timeout,
         "steps": 40 if plan.failure in (PAUSE, "none") else 100_000,
         "forward_seconds": 0.02,
+        "exchanges": plan.failure == BETWEEN,
+        "late": plan.late,
     }
     if plan.failure in ("raise", "exit 0"):
         job |= {"leaver": plan.victim, "leaves_at": max(plan.step, 0), "leaves": plan.failure}
@@ -257,6 +271,8 @@ def _happen(plan: Plan, hosts: Hosts, pids: dict[int, int]) -> None:
             hosts.plug_cable(plan.victim)
     elif plan.failure in ("input", "output"):
         hosts.drop(plan.victim, plan.failure)
+    elif plan.failure == BETWEEN:
+        hosts.part(plan.victim, plan.other)
 
 
 def _others(plan: Plan) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -123,12 +125,28 @@ def test_one_process_of_a_launcher_needs_none():
     [
         ({"RANK": "0"}, "the environment has RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the processes"),
         ({"WORLD_SIZE": "4"}, "the environment has WORLD_SIZE, but not RANK, MASTER_ADDR, MASTER_PORT"),
-        ({"MASTER_ADDR": "node1"}, "the environment has MASTER_ADDR, but does not say which rank of how many"),
-        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}, "the environment has PET_NNODES, PET_NPROC_PER_NODE, but"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "the environment has OMPI_COMM_WORLD_SIZE, but does not say"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "the environment has SLURM_STEP_NUM_TASKS, but does not say"),
-        ({"PMI_SIZE": "4"}, r"start it with torchrun, srun or mpirun, which say it, or give session\(alone=True\)"),
-        ({"PMIX_RANK": "1"}, "the environment has PMIX_RANK, but does not say"),
+        ({"MASTER_ADDR": "node1"}, "the environment has MASTER_ADDR=node1, but does not say which rank of how many"),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}, "the environment has PET_NNODES=2, PET_NPROC_PER_NODE=1, but"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "the environment has OMPI_COMM_WORLD_SIZE=4, but does not say"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "the environment has SLURM_STEP_NUM_TASKS=4, but does not say"),
+        ({"PMI_SIZE": "4"}, "start it with torchrun, srun or mpirun, which say it, or set RANK, WORLD_SIZE, MASTER_A"
+                           r"DDR and MASTER_PORT of each process; or give session\(alone=True\)"),
+        ({"PMIX_RANK": "1"}, "the environment has PMIX_RANK=1, but does not say"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "the environment has LOCAL_WORLD_SIZE=2, but does not say"),
+        ({"LOCAL_RANK": "1"}, "the environment has LOCAL_RANK=1, but"),
+        ({"NNODES": "2"}, "the environment has NNODES=2, but"),
+        ({"NNODES": "1:4"}, "the environment has NNODES=1:4, but"),
+        ({"NODE_RANK": "1"}, "the environment has NODE_RANK=1, but"),
+        ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, "the environment has GROUP_WORLD_SIZE=2, but"),
+        ({"ROLE_RANK": "1", "ROLE_WORLD_SIZE": "2"}, "the environment has ROLE_RANK=1, ROLE_WORLD_SIZE=2, but"),
+        ({"JOB_COMPLETION_INDEX": "0"}, r"RANK \(to JOB_COMPLETION_INDEX\), WORLD_SIZE, MASTER_ADDR and MASTER_PORT"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4"}, r"RANK \(to FLUX_TASK_RANK\), WORLD_SIZE \(to FLUX_JOB_SIZE\)"),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"}, r"RANK \(to JSM_NAMESPACE_RANK\), WORLD_SIZE \(to"),
+        ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, r"has PALS_RANKID=0, .* RANK \(to PALS_RANKID\),"),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4"}, r"set RANK \(to HOROVOD_RANK\), WORLD_SIZE \(to HOROVOD_SIZE\)"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, r"SLURM_PROCID=2, .*\(to SLURM_NTASKS\)"),
+        ({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "has MPI_LOCALRANKID=1, MPI_LOCALNRANKS=2, but"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "the environment has SM_HOSTS="),
         (TORCHRUN | {"RANK": "8"}, "RANK is 8, but WORLD_SIZE is 8: ranks are 0 to 7"),
         (TORCHRUN | {"WORLD_SIZE": "two"}, "the environment variable WORLD_SIZE is 'two', expected a whole number"),
         (SLURM | {"SLURM_PROCID": "-1"}, "SLURM_PROCID is -1, but SLURM_STEP_NUM_TASKS is 5"),
@@ -143,6 +161,52 @@ def test_one_process_of_a_launcher_needs_none():
 def test_what_is_no_place_is_no_world_of_one(variables, words):
     with pytest.raises(OptionError, match=words):
         read_environment(variables)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NNODES": "1", "NODE_RANK": "0", "GROUP_WORLD_SIZE": "1"},
+        {"LOCAL_RANK": "-1", "NODE_RANK": ""},
+        {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
+        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+        {"MASTER_PORT": "29500", "SGE_TASK_ID": "7"},
+    ],
+)
+def test_what_is_said_of_one_process_is_no_sign_of_others(variables):
+    assert read_environment(variables) == Environment()
+
+
+def reads(here, said):
+    """What a child is told: all are there when the first one reads."""
+    lines = logging.handlers.BufferingHandler(9)
+    logging.getLogger("lockstep").addHandler(lines)
+    here.wait(30)
+    read_environment({})
+    said.put([each.getMessage() for each in lines.buffer])
+    here.wait(30)
+
+
+def has_children(rank, count):
+    context = multiprocessing.get_context("fork")
+    here, said = context.Barrier(count), context.Queue()
+    children = [context.Process(target=reads, args=(here, said)) for _ in range(count)]
+    for each in children:
+        each.start()
+    told = [said.get() for _ in children]
+    for each in children:
+        each.join()
+    return os.getpid(), told
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_children_of_multiprocessing_are_told_that_each_trains_alone():
+    [(parent, told)] = run_processes(1, has_children, 3)
+    for [line] in told:
+        assert line.startswith(f"this process trains alone, among 3 children of process {parent} (multiprocessing). To")
+        assert "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of each child, before its session" in line
+    assert run_processes(1, has_children, 1)[0][1] == [[]]
 
 
 def test_a_process_beside_the_steps_of_a_job_is_told_how_to_start(caplog):

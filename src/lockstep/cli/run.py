@@ -3,11 +3,15 @@
 import argparse
 import contextlib
 import importlib
+import json
 import logging
 import os
 import runpy
 import signal
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -20,6 +24,7 @@ from lockstep.arguments import check_backend
 from lockstep.cli.doctor import usable_cores
 from lockstep.cli.parser import positive
 from lockstep.errors import OptionError
+from lockstep.failures.failure import follows_from_another
 
 DESCRIPTION = """
 Run a program in several processes on this host. The processes find each other as under torchrun. Under torchrun itself
@@ -80,7 +85,11 @@ def _run_here(options: argparse.Namespace) -> int:
         runpy.run_path(options.program, run_name="__main__")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # the process that started the ranks says it
+    except SystemExit as end:
+        _note_failure(end, _status_of(end))
+        raise
     except Exception as error:
+        _note_failure(error, 1)
         error.__traceback__ = _of_the_program(error, options.program)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
@@ -89,6 +98,45 @@ def _run_here(options: argparse.Namespace) -> int:
             with contextlib.suppress(RuntimeError):  # the program has failed, and its error is on its way
                 dist.destroy_process_group()
     return 0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """How a rank has ended: its exit status, the time of its error, and whether that follows from another rank's."""
+
+    status: int
+    time: float
+    follows: bool
+
+
+_RECORD = "lockstep.json"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in which the launcher gives each rank a folder
+
+
+def _note_failure(error: BaseException, status: int) -> None:
+    """Write down for the command that has started the ranks how the program of this one has failed."""
+    if status and _ERROR_FILE in os.environ:
+        with contextlib.suppress(OSError):
+            record = Failed(status, time.time(), follows_from_another(error))
+            Path(os.environ[_ERROR_FILE]).with_name(_RECORD).write_text(json.dumps(asdict(record)))
+
+
+def _status_of(end: SystemExit) -> int:
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def first_failure(ended: Mapping[int, Failed], folder: Path) -> tuple[int, Failed]:
+    """Return the rank that has failed first, and how.
+
+    ``ended`` are the ranks that the launcher has found ended first, which may be several at once. Ranks that have
+    failed by an exception have written it down before they ended. One that has not was killed: perhaps by Gloo, whose
+    C++ code ends the process of a rank that gets something else than it waits for. So an error comes first that does
+    not follow from another rank's.
+    """
+    written = {int(each.parent.name): Failed(**json.loads(each.read_text())) for each in folder.glob(f"**/{_RECORD}")}
+    found = {**ended, **written}
+    rank = min(found, key=lambda rank: (found[rank].follows, rank not in written, found[rank].time))
+    return rank, found[rank]
 
 
 def _of_the_program(error: BaseException, program: str) -> TracebackType | None:
@@ -112,20 +160,24 @@ def _launch(options: argparse.Namespace, ranks: int) -> int:
     command = ["-m", "lockstep_command", "run", *chosen, options.program, *options.arguments]
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what ranks print is read from files
+    logs = TemporaryDirectory(prefix="lockstep-")
     try:
-        with TemporaryDirectory(prefix="lockstep-") as logs:
-            tagged = ["--tee", "3", "--log-dir", logs] if ranks > 1 else []
-            launcher.main([*_HERE, *tagged, "--nproc-per-node", str(ranks), *command])
+        tagged = ["--tee", "3"] if ranks > 1 else []
+        launcher.main([*_HERE, *tagged, "--log-dir", logs.name, "--nproc-per-node", str(ranks), *command])
     except SignalException as stopped:
         if stopped.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        status = int(failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode)
-        if status not in _TOLD:
-            print(f"lockstep: rank {rank} failed with exit status {status}", file=sys.stderr)
-        return status
+        ended = {
+            rank: Failed(each.exitcode if each.exitcode >= 0 else 128 - each.exitcode, each.timestamp, follows=False)
+            for rank, each in failed.failures.items()
+        }
+        rank, first = first_failure(ended, Path(logs.name))
+        if first.status not in _TOLD:
+            print(f"lockstep: rank {rank} failed with exit status {first.status}", file=sys.stderr)
+        return first.status
     finally:
+        logs.cleanup()
         logging.disable(logging.NOTSET)
     return 0

@@ -17,7 +17,9 @@ from typing import Any
 
 from lockstep import network
 from lockstep.errors import CommunicationError, InspectionError, PeerFailure
-from lockstep.failures.failure import GIVEN_UP, Failure, FailureLog, Kind, peer_failure_in, unreachable
+from lockstep.failures.connections import silent_peers
+from lockstep.failures.failure import GIVEN_UP, Failure, FailureLog, Kind, peer_failure_in
+from lockstep.failures.hosts import WITNESSES, Hosts
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
 from lockstep.failures.progress import PHASES_OF_A_STEP, Page, Progress, page_of
 from lockstep.failures.ring import (
@@ -25,9 +27,7 @@ from lockstep.failures.ring import (
     Meeting,
     NotMetError,
     Place,
-    Reach,
     absent,
-    reach,
     store_lost,
 )
 from lockstep.store import BoundedStore, StoreLostError, own_connection
@@ -45,8 +45,6 @@ FAREWELL_SECONDS = 2.0
 
 LINK_SECONDS = 20.0
 """Seconds that a host may be silent by default: as long as a network switch takes to restart."""
-REACH_SECONDS = 1.0
-"""Seconds that other hosts have to answer when one is lost."""
 HEARSAY_SECONDS = 0.25
 """Seconds that a rank waits for reports from the ranks that could see the last step of a rank that has ended."""
 
@@ -89,7 +87,12 @@ class FailureChannel:
         self._known = threading.Event()
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[Failure], object]] = []
+        self.hosts = Hosts(self.rank, self.places, self.tell)
+        """What this rank can learn about the hosts of the others."""
         self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
+        self.on("reach", self.hosts.asked)
+        self.on("reached", self.hosts.answered)
+        self._tries_links = threading.Lock()
         self._left_at = 0.0
         self._process = os.getpid()
         deadline = time.monotonic() + timeout
@@ -126,10 +129,9 @@ class FailureChannel:
             except StoreLostError as error:
                 raise store_lost(self.rank, world, error) from error
             except NotMetError as error:
-                kind, what = (Kind.ENDED, "") if error.has_ended else (Kind.ABSENT, str(error))
-                self.failure = self._log.append(Failure(error.rank, kind, 0, "start-up", what))
+                self.failure = self._log.append(Failure(error.rank, error.kind, 0, "start-up", error.what))
                 self._known.set()
-                if error.has_ended:  # else this rank ends at once, and must not be taken for the missing one
+                if error.kind is not Kind.ABSENT:  # the others may still read the log; after a time-out theirs is over
                     time.sleep(START_UP_SECONDS)
                 raise self._start_up_error() from error
 
@@ -206,20 +208,7 @@ class FailureChannel:
 
     def ranks_with(self, rank: int) -> list[int]:
         """Return the ranks on the same host as a rank, in order."""
-        place = self.places.get(rank)
-        return sorted(each for each, other in self.places.items() if place is not None and other.host == place.host)
-
-    def silent_hosts(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return the ranks whose hosts do not answer an attempt to connect, with the names of these hosts."""
-        own = self.places[self.rank].host
-        hosts = {self.places[rank].host for rank in ranks} - {own}
-        doors = {}  # of each host, where one of its ranks listens
-        for place in self.places.values():
-            if place.host in hosts and not network.is_loopback(place.ip):
-                doors[place.host] = place.ip, place.port
-        answers = dict(zip(doors, reach(list(doors.values()), REACH_SECONDS), strict=True))
-        silent = {host for host, answer in answers.items() if answer is Reach.SILENT}
-        return {rank: self.places[rank].name for rank in ranks if self.places[rank].host in silent}
+        return self.hosts.ranks_with(rank)
 
     # ----------------------------------------------------------------------------- what others are told
 
@@ -332,29 +321,42 @@ class FailureChannel:
         elif place.host == self.places[self.rank].host:
             self.report(Failure(rank, Kind.ENDED, None, ""))
         elif loss is not None:
-            silence = (
-                f"has heard nothing from {place.name} for {self.link_timeout:g} s ({os.strerror(loss.errno or 0)})"
-            )
-            self.report(self._unreachable(rank, silence))
-        elif self.silent_hosts([rank]):  # ranks that give up a silent host reset the connection, which may arrive
-            self.report(self._unreachable(rank, f"has lost the connection to {place.name}"))
+            self._report_silence(rank, f" ({os.strerror(loss.errno or 0)})")
+        elif self.hosts.silent([rank]):  # ranks that give up a silent host reset the connection, which may arrive
+            lost = f"rank {self.rank} has lost the connection to {place.name}"
+            self.report(self.hosts.failure(rank, lost))
         else:
             if len(self.ranks_with(rank)) > 1:
                 self._known.wait(HEARSAY_SECONDS)
             what = f"on another host, {place.name}, while rank {self.rank} was {self._where()}"
             self.report(Failure(rank, Kind.ENDED, None, "", what))
 
-    def _unreachable(self, rank: int, what: str) -> Failure:
-        """Return the failure of a silent host; try the other hosts first, as this one may be the one cut off."""
-        own, lost = self.places[self.rank], self.places[rank]
-        others = {
-            place.host: each for each, place in self.places.items() if place.host not in (own.host, lost.host)
-        }.values()
-        silent = self.silent_hosts(others)
-        answering = [self.places[each].name for each in others if each not in silent]
-        return unreachable(
-            self.ranks_with(rank), lost.name, f"rank {self.rank} {what}", own.name, answering, list(silent.values())
-        )
+    @property
+    def has_other_hosts(self) -> bool:
+        """True if the ranks are on several hosts."""
+        return len({place.host for place in self.places.values()}) > 1
+
+    def look_for_lost_links(self) -> None:
+        """Look whether a host has acknowledged nothing for ``link_timeout`` seconds; if it does not answer, report it.
+
+        The ring notices only the loss of its own connections; this finds those of process groups, whose time-outs are
+        long. Does not wait: a host is tried on another thread.
+        """
+        ranks = self.hosts.at(silent_peers(self.link_timeout))[:WITNESSES]
+        if ranks and self._tries_links.acquire(blocking=False):
+            threading.Thread(target=self._try_links, args=(ranks,), name="lockstep loss", daemon=True).start()
+
+    def _try_links(self, ranks: list[int]) -> None:
+        try:
+            for rank in sorted(self.hosts.silent(ranks))[:1]:
+                if not self._known.is_set():
+                    self._report_silence(rank)
+        finally:
+            self._tries_links.release()
+
+    def _report_silence(self, rank: int, gist: str = "") -> None:
+        silence = f"has heard nothing from {self.places[rank].name} for {self.link_timeout:g} s{gist}"
+        self.report(self.hosts.failure(rank, f"rank {self.rank} {silence}"))
 
     def _where(self) -> str:
         """Return how far this rank is, in words."""

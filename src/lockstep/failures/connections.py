@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 _FOLDER = "/proc/self/fd"
 _RECOGNISED_BY = 1 << 16  # bytes: more than stores and rings send in the same moment
 _ATTEMPTS = 2
-_BYTES_RECEIVED = 128  # the offset of that number, of 64 bits, in Linux's TCP_INFO
+# Offsets of numbers in Linux's TCP_INFO: of unanswered probes, 8 bits; of segments that were not acknowledged, and of
+# milliseconds since the last acknowledgement, 32 bits; of bytes received, 64 bits.
+_PROBES, _UNACKNOWLEDGED, _SINCE_LAST_ACKNOWLEDGEMENT, _BYTES_RECEIVED = 3, 24, 56, 128
 
 
 class Connections:
@@ -92,9 +94,36 @@ def _sockets() -> set[tuple[int, str]]:
 
 def _received() -> dict[tuple[int, str], int]:
     """Return the number of bytes received over each TCP connection, as far as the system counts them."""
-    found = {}
-    for fd, link in _sockets() if hasattr(socket, "TCP_INFO") else ():
-        with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(fd)) as each:
-            info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
-            found[fd, link] = struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]
+    return {found: struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0] for found, _, info in _tcp_connections()}
+
+
+def silent_peers(seconds: float) -> set[str]:
+    """Return the addresses to which this process has sent something that was not acknowledged for some seconds.
+
+    A peer that is stopped, or busy, is not silent: its system answers. None are found on systems without ``/proc``.
+    """
+    found = set()
+    for _, connection, info in _tcp_connections():
+        if is_silent(info, seconds):
+            with contextlib.suppress(OSError):  # closed since
+                found.add(connection.getpeername()[0])
     return found
+
+
+def is_silent(info: bytes, seconds: float) -> bool:
+    """Return True if a connection, given by its ``TCP_INFO``, waits for an acknowledgement, for some seconds at least.
+
+    If the peer's buffers are full, the system sends probes, which the peer's system answers.
+    """
+    (unacknowledged,) = struct.unpack_from("=I", info, _UNACKNOWLEDGED)
+    (milliseconds,) = struct.unpack_from("=I", info, _SINCE_LAST_ACKNOWLEDGEMENT)
+    return bool(unacknowledged or info[_PROBES]) and milliseconds >= seconds * 1e3
+
+
+def _tcp_connections() -> Iterator[tuple[tuple[int, str], socket.socket, bytes]]:
+    """Yield this process's TCP connections, each as in :func:`_sockets`, as a socket, and with its ``TCP_INFO``."""
+    for fd, link in _sockets() if hasattr(socket, "TCP_INFO") else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+            info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
+            if len(info) == _BYTES_RECEIVED + 8:
+                yield (fd, link), each, info

@@ -7,7 +7,7 @@ that does not reach it relies on what the others tell it.
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from traceback import format_exception, format_exception_only
@@ -171,29 +171,6 @@ def _key(number: int) -> str:
 
 def _unpacked(text: str) -> Failure:
     return Failure.of_fields(json.loads(text))
-
-
-def unreachable(
-    ranks: Sequence[int], host: str, seen: str, own: str, answering: Sequence[str], silent: Sequence[str]
-) -> Failure:
-    """Return the failure of all ``ranks`` of a ``host`` that is silent; ``seen`` says which rank noticed what.
-
-    ``answering`` and ``silent`` are the hosts other than these two that answer, or do not answer, to ``own``, the
-    observing host: if no host answers to it, it is cut off itself.
-    """
-    what = f"{seen}, where rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)} {'are' if len(ranks) > 1 else 'is'}"
-    if answering:
-        still = f"{_listed(answering)} still answer{'s' if len(answering) == 1 else ''} {own}"
-        what += f"; {still}, so that {host} or its network is down"
-    elif silent:
-        what += f"; {_listed(silent)} {'do' if len(silent) > 1 else 'does'} not answer either: {own} is cut off"
-    else:
-        what += f": {host}, {own}, or the network between them is down"
-    return Failure(min(ranks), Kind.UNREACHABLE, None, "", what)
-
-
-def _listed(names: Sequence[object]) -> str:
-    return ", ".join(map(str, names))
 
 
 def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Failure:

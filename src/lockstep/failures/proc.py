@@ -89,6 +89,15 @@ def processes() -> list[int]:
     return sorted(int(name) for name in _listing("/proc") if name.isdecimal())
 
 
+def children_of(pid: int) -> list[int]:
+    """Return the numbers of a process's children; none where the system does not list them."""
+    found: list[int] = []
+    for thread in _listing(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
 def shared_memories(pid: int, prefix: str) -> list[tuple[str, str]]:
     """Return names, beginning with ``prefix``, and paths of a process's memories; none if it may not be inspected."""
     start, end = _LINK.format(name=prefix + "\0").split("\0")

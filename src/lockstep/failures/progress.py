@@ -106,6 +106,7 @@ class Progress:
         )
         self._bytes[_RUN:_PHASE] = _padded(run, _PHASE - _RUN)
         self.current_phase = Phase.START_UP
+        self._resumed_at = 0
         self._fd = -1
         if proc.available():
             self._fd = proc.create_memory(NAME)
@@ -121,6 +122,15 @@ class Progress:
     def step(self, step: int) -> None:
         self._words[_STEP_AT] = step
         self._times[_CHANGED_AT] = time.monotonic()
+
+    @property
+    def steps_made(self) -> int:
+        """The number of batches that this process has begun, without those before the step that it has resumed at."""
+        return max(0, self.step - self._resumed_at)
+
+    def resume_at(self, step: int) -> None:
+        """Go on from a step of an earlier process."""
+        self.step = self._resumed_at = step
 
     @property
     def current_phase(self) -> str:

@@ -19,17 +19,15 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum, auto
 from typing import Any
 
 from lockstep import network
 from lockstep.errors import CommunicationError
+from lockstep.failures.failure import Kind
 from lockstep.store import BoundedStore, address_towards
 
 LOOK_SECONDS = 0.05
 """Seconds between two looks of a rank that waits for its neighbours."""
-PROBE_SECONDS = 0.5
-"""Seconds between two checks that a neighbour that has not connected yet is alive."""
 CONNECT_SECONDS = 5.0
 """Seconds that one attempt to connect may take; a host that does not answer is tried again."""
 
@@ -119,6 +117,17 @@ class Connection:
         messages = list(self._messages())
         return messages, gone or not self.is_open
 
+    def has_ended(self) -> bool:
+        """Return True if the neighbour, or the link to it, is gone; messages that have arrived are left for
+        :meth:`receive`, and read before that."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._note(error)
+            return True
+
     def _note(self, error: OSError) -> None:
         """Record an error of the link: the system reports each error once, to the next send or receive."""
         if error.errno in _LINK_ERRORS:
@@ -147,20 +156,21 @@ class Connection:
 
 
 class NotMetError(CommunicationError):
-    """A rank has not met this one: its process has ended, or it did not come in time."""
+    """A rank has not met this one, in one of the ways that ``kind`` can have; ``what`` is as in a failure."""
 
-    def __init__(self, rank: int, message: str = "") -> None:
-        """Describe a rank that did not come by a ``message``, which is empty for one that has ended."""
-        super().__init__(message or f"the process of rank {rank} has ended before it had met the others")
+    def __init__(self, rank: int, kind: Kind, what: str = "") -> None:
+        super().__init__(what or f"rank {rank} has not met the others: {kind}")
         self.rank = rank
-        self.has_ended = not message
+        self.kind = kind
+        self.what = what
 
 
 class Meeting:
     """The neighbours of a ``rank``, by their order in ``ranks``, before they are connected.
 
     A rank first writes on which host it is. It listens on the loopback interface if the previous rank is on the same
-    host, else at an address that the previous rank can reach.
+    host, else at an address that the previous rank can reach. Nobody else may be able to reach it there, so each rank
+    tells only of the end of the next one, to which it connects. (The hosts' test "late".)
     """
 
     def __init__(
@@ -177,9 +187,7 @@ class Meeting:
         self._secret = secrets.token_hex(16)
         self._known: dict[str, dict[str, Any]] = {}  # what other ranks have written
         self._strangers: list[Connection] = []
-        self._suspect = False
         self._trouble = ""
-        self._probed = time.monotonic()
         self._own = Place(
             host, socket.gethostname(), os.getpid(), network.chosen_address() or address_towards(bounded_store.raw)
         )
@@ -202,6 +210,8 @@ class Meeting:
                 preceding = preceding or self._accept_previous()
                 if following is None or preceding is None:
                     check()
+                    if following is not None and following.has_ended():
+                        raise self._lost(following)
                     if time.monotonic() > deadline:
                         raise self._missing(timeout)
         except BaseException:
@@ -233,7 +243,7 @@ class Meeting:
         try:
             connected = socket.create_connection(where, timeout=CONNECT_SECONDS)
         except ConnectionRefusedError as error:
-            raise NotMetError(self._next) from error
+            raise NotMetError(self._next, Kind.ENDED) from error
         except OSError as error:  # the host does not answer, or not yet
             self._trouble = f"rank {self._next} cannot be reached at {where[0]}:{where[1]} ({error})"
             return None
@@ -287,24 +297,21 @@ class Meeting:
                 if hello and hmac.compare_digest(json.dumps(hello[0]), expected):
                     return each
                 each.close()
-        self._probe_previous()
         return None
 
-    def _probe_previous(self) -> None:
-        """Raise if the previous rank no longer listens: unless it has connected by then, it has ended."""
-        if self._suspect:
-            raise NotMetError(self._previous)
-        address = self._place_of(self._previous, _ADDRESS)
-        if address is None or time.monotonic() < self._probed + PROBE_SECONDS:
-            return
-        self._probed = time.monotonic()
-        # If it has ended, its connection may have arrived before: look once more.
-        self._suspect = reach([(address["ip"], address["port"])], LOOK_SECONDS) == [Reach.REFUSES]
+    def _lost(self, following: Connection) -> NotMetError:
+        """Return the error to raise where the next rank was reached, and is gone before the previous one has come."""
+        if following.loss is None:
+            return NotMetError(self._next, Kind.ENDED)
+        host = (self._place_of(self._next, _HOST) or {}).get("name")
+        gist = os.strerror(following.loss.errno or 0)
+        what = f"rank {self._rank}, on {self._own.name}, has lost the connection to its host {host} ({gist})"
+        return NotMetError(self._next, Kind.UNREACHABLE, what)
 
     def _missing(self, timeout: float) -> CommunicationError:
         missing = [rank for rank in self._ranks if self._place_of(rank, _HOST) is None]
         if missing:
-            return NotMetError(missing[0], absent(missing, len(self._ranks), timeout))
+            return NotMetError(missing[0], Kind.ABSENT, absent(missing, len(self._ranks), timeout))
         text = f"not all of {len(self._ranks)} ranks had connected to each other after {timeout:g} s"
         if self._trouble:
             text += f". {self._trouble}: look at the network between the hosts, or {network.SET_INTERFACE}"
@@ -315,40 +322,6 @@ _HOST = "host {}"
 """The key under which a rank writes on which host it is."""
 _ADDRESS = "address {}"
 """The key under which a rank writes where it listens."""
-
-
-class Reach(Enum):
-    """The result of an attempt to connect to another host."""
-
-    ANSWERS = auto()
-    REFUSES = auto()
-    """The host is there, but no process listens."""
-    SILENT = auto()
-    """Nothing came back: the host, or the network, is down."""
-
-
-def reach(doors: Sequence[tuple[str, int]], seconds: float) -> list[Reach]:
-    """Return the result of an attempt to connect to each address and port, all tried at once for some seconds."""
-    found = [Reach.SILENT] * len(doors)
-    with contextlib.ExitStack() as stack:
-        tried: dict[int, tuple[int, socket.socket]] = {}
-        poll = select.poll()
-        for number, (ip, port) in enumerate(doors):
-            each = stack.enter_context(socket.socket(network.family_of(ip), socket.SOCK_STREAM))
-            each.setblocking(False)
-            each.connect_ex((ip, port))
-            tried[each.fileno()] = number, each
-            poll.register(each, select.POLLOUT)
-        until = time.monotonic() + seconds
-        while tried and (left := until - time.monotonic()) > 0:
-            for fd, _ in poll.poll(left * 1e3):
-                number, each = tried.pop(fd)
-                poll.unregister(fd)
-                found[number] = _REACH.get(each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), Reach.SILENT)
-    return found
-
-
-_REACH = {0: Reach.ANSWERS, errno.ECONNREFUSED: Reach.REFUSES}
 
 
 def _limit_silence(connected: socket.socket, seconds: float) -> None:

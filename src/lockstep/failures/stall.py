@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,13 @@ class StallLimits:
 
 
 class Deadline:
-    """The present limit, from how long the steps of this rank have taken; call :meth:`observe` regularly."""
+    """The present limit, from how long the steps of this rank have taken; call :meth:`observe` regularly, from ``now``
+    on, at which it has made no step."""
 
-    def __init__(self, limits: StallLimits) -> None:
+    def __init__(self, limits: StallLimits, now: float) -> None:
         self._limits = limits
         self._count = 0
-        self._since: float | None = None
+        self._since = self._observed = now
         self._lengths: deque[float] = deque(maxlen=64)
 
     def observe(self, count: int, now: float) -> None:
@@ -82,15 +83,17 @@ class Deadline:
 
         If steps are not counted, collectives are counted instead: they take less time, but no limit is that short.
         """
-        if self._since is not None and count > self._count:
-            self._lengths.append((now - self._since) / (count - self._count))
-        if self._since is None or count != self._count:
+        if count > max(self._count, 1):
+            begin = self._since if self._count else self._observed  # the first step came after the last call
+            self._lengths.append((now - begin) / (count - self._count))
+        if count != self._count:
             self._since = now
             self._count = count
+        self._observed = now
 
     def seconds(self, phase: str) -> float:
         """Return how many seconds others may wait for a rank that is in a phase."""
-        if phase not in PHASES_OF_A_STEP or self._count <= FIRST_STEPS or not self._lengths:
+        if phase not in PHASES_OF_A_STEP or self._count <= FIRST_STEPS:
             return max(self._limits.patience, self._limits.minimum)
         of_steps = self._limits.factor * statistics.median(self._lengths)
         return max(self._limits.minimum, min(of_steps, self._limits.patience))
@@ -99,7 +102,7 @@ class Deadline:
         """Return how :meth:`seconds` was determined, for a message."""
         if phase not in PHASES_OF_A_STEP:
             return f"the limit in {phase}"
-        if self._count <= FIRST_STEPS or not self._lengths:
+        if self._count <= FIRST_STEPS:
             return "the limit in the first steps"
         median = statistics.median(self._lengths)
         factor, least, most = self._limits.factor, self._limits.minimum, self._limits.patience
@@ -248,7 +251,7 @@ def waited_in_vain(found: Answer, answers: Sequence[Answer], waiting: int, error
 
 
 def _failure(found: Answer, answers: Sequence[Answer], what: str) -> Failure:
-    others = "\n".join(each.line() for each in sorted(answers, key=lambda each: each.rank) if each is not found)
+    others = "\n".join(each.line() for each in sorted(answers, key=lambda each: each.rank) if each.rank != found.rank)
     stack = found.stack or "  no stack: " + ("it is stopped" if found.stopped else "it could not be asked")
     stacks = f"{stack}\n\nThe other ranks:\n{others}"
     kind = Kind.UNREACHABLE if found.silent_host else Kind.STALLED
@@ -283,7 +286,8 @@ class StallWatch:
     """Finds ranks that make no progress, until :meth:`close`.
 
     Every rank of the channel has to make one. ``begun`` returns the number of collectives that this rank has begun on
-    the watched group, or None. Without ``limits``, it answers others, and finds a missing rank when it is asked to.
+    the watched group, or None. Without ``limits`` it names no late rank by itself, but answers others, finds a missing
+    rank when it is asked to, and looks for lost links to other hosts while this rank waits.
     """
 
     def __init__(self, channel: FailureChannel, limits: StallLimits | None, begun: Callable[[], int | None]) -> None:
@@ -291,7 +295,9 @@ class StallWatch:
         self._progress = channel.progress
         self._begun = begun
         self._limits = limits or StallLimits()
-        self._deadline = Deadline(self._limits)
+        self._names_late_ranks = limits is not None
+        self._deadline = Deadline(self._limits, time.monotonic())
+        self._begun_before = begun() or 0
         self._answer_seconds = min(10.0, max(0.5, self._limits.minimum / 6))
         self._others_hold_off = 3 * self._answer_seconds
         self._waits_in: tuple[str, int | None, int] = ("", None, 0)
@@ -306,7 +312,7 @@ class StallWatch:
         channel.on("look", self._asked_to_look)
         channel.on("answer", self._answered)
         self._thread: threading.Thread | None = None
-        if limits is not None:
+        if limits is not None or channel.has_other_hosts:
             self._thread = threading.Thread(target=self._run, name="lockstep stalls", daemon=True)
             self._thread.start()
 
@@ -320,7 +326,7 @@ class StallWatch:
         """Return the failure of the rank for which this one waited until an ``error``; None if it is not found."""
         with self._progress.waiting("a collective that timed out"):
             answers = self._inquire(ANSWER_SECONDS)
-        found = absent(answers)
+        found = self._with_host(absent(answers))
         return waited_in_vain(found, answers, self._channel.rank, error) if found is not None else None
 
     # ------------------------------------------------------------------------------------ its thread
@@ -333,16 +339,18 @@ class StallWatch:
     def _look(self) -> None:
         seen, now = self._progress.read(), time.monotonic()
         begun = self._begun()
-        self._deadline.observe(seen.step or begun or 0, now)
+        self._deadline.observe(self._progress.steps_made or (begun or 0) - self._begun_before, now)
         waited = self._waited(seen, begun, now)
-        if waited <= self._deadline.seconds(seen.phase) or now < self._ask_again:
+        if waited > self._channel.link_timeout / 2:
+            self._channel.look_for_lost_links()
+        if not self._names_late_ranks or waited <= self._deadline.seconds(seen.phase) or now < self._ask_again:
             return
         answers = self._inquire(self._answer_seconds)
-        found = late(answers, waited)
+        found = self._with_host(late(answers, waited))
         if self._channel.failure is not None or self._over.is_set():
             return
         own = next(each for each in answers if each.rank == self._channel.rank)
-        if found is None or found is own or not self._is_too_late(found, waited):
+        if found is None or found.rank == own.rank or not self._is_too_late(found, waited):
             # If this rank is the late one, another rank has to ask and report it. tests/failures/test_stall.py:
             # asks_first
             self._ask_again = time.monotonic() + self._limits.minimum + self._others_hold_off
@@ -381,13 +389,16 @@ class StallWatch:
                 self._look_at(missing)
                 self._channel.tell("look", inquiry=self._inquiry, ranks=missing)
                 self._wait_for_answers(seconds / 2)
-            silent = self._channel.silent_hosts(self._missing())
-            unknown = [
-                Answer(rank, self._channel.places[rank].pid, answers=False, silent_host=silent.get(rank, ""))
-                for rank in self._missing()
-            ]
+            places = self._channel.places
+            unknown = [Answer(rank, places[rank].pid, answers=False) for rank in self._missing()]
             with self._changed:
                 return [*self._answers.values(), *unknown]
+
+    def _with_host(self, found: Answer | None) -> Answer | None:
+        """Add to the answer of a rank that could not give it whether its host answers."""
+        if found is None or found.answers:
+            return found
+        return replace(found, silent_host=self._channel.hosts.silent([found.rank]).get(found.rank, ""))
 
     def _wait_for_answers(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import re
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import OptionError
+from lockstep.failures import proc
 
 DEFAULT_PORT = 29500
 """The port at which ranks meet by default, the same as with ``torchrun``."""
@@ -222,6 +224,29 @@ def _name_of_launcher(launcher: Launcher, variables: Mapping[str, str]) -> str:
     return str(process)
 
 
+_SIGNS = ("MASTER_ADDR", "PMIX_RANK", "PALS_RANKID", "JOB_COMPLETION_INDEX")
+"""Variables that only a process among others has, whatever they say."""
+_RANKS = (
+    *("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "SLURM_PROCID", "FLUX_TASK_RANK", "HOROVOD_RANK"),
+    *("JSM_NAMESPACE_RANK", "PALS_LOCAL_RANKID", "MPI_LOCALRANKID"),
+)
+"""Numbers of a process or its host: above 0 there are others."""
+_SIZES = (
+    *("LOCAL_WORLD_SIZE", "NNODES", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "FLUX_JOB_SIZE", "HOROVOD_SIZE"),
+    *("JSM_NAMESPACE_SIZE", "MPI_LOCALNRANKS"),
+)
+"""Numbers of processes or hosts: above 1 there are others. ``1:4`` is such a number, too."""
+_WHOLE_RANKS = {
+    "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
+    "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",
+    "HOROVOD_RANK": "HOROVOD_SIZE",
+    "SLURM_PROCID": "SLURM_NTASKS",
+    "PALS_RANKID": "",
+    "JOB_COMPLETION_INDEX": "",
+}
+"""Variables that would do for ``RANK`` and ``WORLD_SIZE``, of launchers that no test here has run."""
+
+
 def _refuse_signs_of_others(variables: Mapping[str, str]) -> None:
     """Raise :class:`OptionError` if there are other processes, but no variable gives the rank of this one."""
     if "RANK" in variables or "WORLD_SIZE" in variables:
@@ -231,15 +256,67 @@ def _refuse_signs_of_others(variables: Mapping[str, str]) -> None:
             f"{', '.join(missing)}: start the processes with torchrun, which sets all of them, or unset all of them to "
             "run alone"
         )
-    parts = [name for each in LAUNCHERS for name in (each.rank, each.world_size) if name != SLURM.rank]
-    signs = [name for name in (*parts, "PMIX_RANK", "MASTER_ADDR") if name in variables]
-    signs += sorted(name for name in variables if name.startswith("PET_"))
-    if signs:
+    if signs := _signs_of_others(variables):
+        given = ", ".join(f"{name}={variables[name]}" for name in signs)
         raise OptionError(
-            f"the environment has {', '.join(signs)}, but does not say which rank of how many this process is: start "
-            "it with torchrun, srun or mpirun, which say it, or give session(alone=True) to train in this process alone"
+            f"the environment has {given}, but does not say which rank of how many this process is: start it with "
+            f"torchrun, srun or mpirun, which say it, or set {_what_to_set(variables)} of each process; or give "
+            "session(alone=True) to train in this process alone"
         )
     _warn_of_slurm(variables)
+    _warn_of_siblings()
+
+
+def _signs_of_others(variables: Mapping[str, str]) -> list[str]:
+    """Return the variables that show that there are other processes."""
+    parts = [name for each in LAUNCHERS for name in (each.rank, each.world_size) if name != SLURM.rank]
+    signs = [name for name in (*parts, *_SIGNS) if name in variables]
+    signs += sorted(name for name in variables if name.startswith("PET_"))
+    signs += ["SM_HOSTS"] if "," in variables.get("SM_HOSTS", "") else []  # of SageMaker: a list in JSON
+    signs += [name for name in _RANKS if _is_above(variables, name, 0)]
+    return signs + [name for name in _SIZES if _is_above(variables, name, 1)]
+
+
+def _is_above(variables: Mapping[str, str], name: str, least: int) -> bool:
+    text = variables.get(name, "")
+    try:
+        return int(text or least) > least
+    except ValueError:
+        return True
+
+
+def _what_to_set(variables: Mapping[str, str]) -> str:
+    """Return the variables to set, with the launcher's own ones that have the values."""
+    rank, world = next(((rank, world) for rank, world in _WHOLE_RANKS.items() if rank in variables), ("", ""))
+    values = {"RANK": rank, "WORLD_SIZE": world if world in variables else ""}
+    *names, last = (f"{name} (to {values[name]})" if values.get(name) else name for name in _NEEDED)
+    return f"{', '.join(names)} and {last}"
+
+
+def _warn_of_siblings() -> None:
+    """Warn if this process is one of several that ``multiprocessing`` has started: they may be meant as ranks."""
+    if multiprocessing.parent_process() is None:
+        return
+    kind = _command(os.getpid())
+    count = sum(_command(child) == kind for child in proc.children_of(os.getppid()))
+    if count > 1:
+        text = (
+            "this process trains alone, among %d children of process %d (multiprocessing). To train as one run, start "
+            "the program with `torchrun`, or set %s of each child, before its session, with MASTER_ADDR=127.0.0.1; "
+            "session(alone=True) trains alone without this warning"
+        )
+        _log.warning(text, count, os.getppid(), _what_to_set({}))
+
+
+def _command(process: int) -> bytes:
+    """Return the command of a process; the same for all that ``multiprocessing`` has spawned."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+        return _SPAWNED if _SPAWNED in command else command
+    return b""
+
+
+_SPAWNED = b"--multiprocessing-fork"
 
 
 def _warn_of_slurm(variables: Mapping[str, str]) -> None:

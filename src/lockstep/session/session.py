@@ -268,7 +268,7 @@ class Session:
         with self.phase(Phase.CHECKPOINT):
             found = self._state.resume(Path(path), self._generators() | state, give_up_after, skip_poison=skip_poison)
         if found is not None and found.step is not None:
-            self.progress.step = found.step
+            self.progress.resume_at(found.step)
         return found
 
     def _generators(self) -> dict[str, Any]:
