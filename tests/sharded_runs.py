@@ -10,6 +10,7 @@ from torch import nn
 
 import lockstep
 from lockstep.sharding import shard_optimizer
+from lockstep.sharding.granularity import Granularity
 from threaded import Rank
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -39,9 +40,9 @@ def train(rank: Rank, model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def made(make: Make, model: nn.Module, sharded: bool) -> Any:
+def made(make: Make, model: nn.Module, sharded: bool, granularity: Granularity | None = None) -> Any:
     optimizer = make(list(model.parameters()))
-    return shard_optimizer(optimizer) if sharded else optimizer
+    return shard_optimizer(optimizer, granularity=granularity) if sharded else optimizer
 
 
 def values(model: nn.Module) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@
     │       └── StalledError                  the other ranks no longer wait for this one
     ├── InspectionError (RuntimeError)        another process of this host cannot be inspected
     ├── ShardingError (RuntimeError, ValueError) an optimizer that cannot be sharded, or a use that needs all of it
+    │   └── UnknownOptimizerError (OptionError) an optimizer of which the program has to say how it may be divided
     └── ShareError (RuntimeError)             a backward or an optimizer's step outside of the order of shares
         └── AuditError                        a share that has different bits when it is computed again
 
@@ -150,6 +151,10 @@ class InspectionError(LockstepError, RuntimeError):
 
 class ShardingError(LockstepError, RuntimeError, ValueError):
     """An optimizer cannot be sharded, or the program used a part of it that only an unsharded optimizer has."""
+
+
+class UnknownOptimizerError(OptionError, ShardingError):
+    """An optimizer's step is not known, so the program has to say how its state may be divided: ``granularity=``."""
 
 
 class ShareError(LockstepError, RuntimeError):

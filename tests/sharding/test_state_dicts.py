@@ -131,13 +131,13 @@ def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew():
         model = replicated(rank)
         optimizer = made(adamw, model, True)
         train(rank, model, optimizer, range(2))
-        weight = model[0].weight
+        weight = next(iter(optimizer.state))
         for change in (
             lambda: optimizer.state.clear(),
             lambda: optimizer.state.pop(weight),
             lambda: optimizer.state.__setitem__(weight, {}),
             lambda: optimizer.state[weight].update(exp_avg=torch.zeros_like(weight)),
-            lambda: setattr(optimizer, "state", {}),
+            lambda: (setattr(optimizer, "state", {}), optimizer.step()),
         ):
             with pytest.raises(ShardingError, match=r"cannot be changed through optimizer\.state"):
                 change()

@@ -1,14 +1,17 @@
-"""``shard_optimizer()``: each rank keeps a slice of the optimizer's state and steps on it; then weights are gathered.
+"""``shard_optimizer()``: each rank keeps a part of the optimizer's state and steps on it; then weights are gathered.
 
 Gradients are reduced as before, and every rank has whole gradients, so code that reads them works. The state (two
 numbers for each weight, for Adam) and the work of the step are sharded.
+
+The optimizer keeps its class. It gets the methods of :class:`ShardedOptimizer` as attributes, which refer to it weakly,
+so that its memory is freed with it.
 """
 
-import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar, cast
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,35 +23,70 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.replication.join import is_in_join
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import Replication, replications
-from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError, ShardingError
+from lockstep.errors import AlreadyManagedError, NotReplicableError, ShardingError
 from lockstep.sharding import state_dicts
+from lockstep.sharding.granularity import Granularity, granularity_of, step_of
+from lockstep.sharding.promises import check_can_be_sharded
 from lockstep.sharding.shards import Shards
-from lockstep.sharding.twin import check_attributes
+from lockstep.sharding.shown_state import refuse_change, sharded_state
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-class ShardedOptimizer(Optimizer):
-    """The class that :func:`shard_optimizer` adds to an optimizer's own class."""
+class _Sharding:
+    """What belongs to one sharded optimizer; does not refer to it."""
 
-    _sharding: Shards
-    _sharding_replications: list[Replication]
-    _sharding_seen: list[weakref.ref[Replication]]
+    def __init__(self, shards: Shards, found: list[Replication]) -> None:
+        self.shards = shards
+        self.replications = found
+        self._seen: list[weakref.ref[Replication]] = []
 
-    @property
-    def state(self) -> defaultdict[Any, Any]:
-        """The state of each parameter that this rank has a piece of; its tensors are
-        :class:`~lockstep.sharding.StateSlice`. To change it raises :class:`ShardingError`."""
-        loading = vars(self).get("state")
-        return state_dicts.read_only(self._sharding) if loading is None else loading
+    def check_can_step(self, optimizer: Optimizer) -> None:
+        """Raise :class:`ShardingError` if this rank cannot take a step."""
+        if vars(optimizer)["state"] is not self.shards.shown:
+            refuse_change()
+        if not any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+            return
+        present = [weakref.ref(each) for each in replications()]
+        if present != self._seen:  # modules have been replicated since, or wrapped again
+            self._seen, (_, self.replications) = present, names_of(optimizer)
+        if any(each.has_local_gradients for each in self.replications):
+            raise ShardingError(
+                "the gradients are those of one rank alone, since the last backward did not synchronise; let the last "
+                "backward before step() run outside of no_sync(), with last=True in accumulate()"
+            )
+        if any(isinstance(each, ReducerReplication) and is_in_join(each.reducer) for each in self.replications):
+            raise ShardingError(
+                "it is in a Join context, in which ranks that have run out of batches take no steps, but a sharded "
+                "optimizer needs every rank in each; iterate over lockstep.batches() instead"
+            )
 
-    @state.setter
-    def state(self, value: object) -> NoReturn:
-        state_dicts.refuse_change()
+
+_shardings: "weakref.WeakKeyDictionary[Optimizer, _Sharding]" = weakref.WeakKeyDictionary()
+_sharded_by: "weakref.WeakValueDictionary[int, Optimizer]" = weakref.WeakValueDictionary()  # by a parameter's id
+
+
+def shards_of(optimizer: Optimizer) -> Shards:
+    """Return this rank's part of a sharded optimizer."""
+    return _shardings[optimizer].shards
+
+
+class _IsSharded(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Optimizer) and instance in _shardings
+
+
+class ShardedOptimizer(Optimizer, metaclass=_IsSharded):
+    """What ``isinstance`` says of a sharded optimizer, and the methods that :func:`shard_optimizer` gives it.
+
+    Its class stays as it was. ``optimizer.state`` has the state of each parameter that this rank has a part of; its
+    tensors are :class:`~lockstep.sharding.StateSlice`. To change it raises :class:`ShardingError`. ``train()`` and
+    ``eval()``, where the class has them, run on this rank's part as ``step()`` does; every rank has to call them.
+    """
 
     @calls_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank's pieces, and gather all weights; every rank has to call it.
+        """Step on this rank's part, and gather all weights; every rank has to call it.
 
         Communicates one all-gather of 128 bytes from each rank, and one of the weights, in chunks of at most 2 MiB from
         each (through staging memory on ``shm``).
@@ -60,7 +98,8 @@ class ShardedOptimizer(Optimizer):
             What the closure returns.
 
         Raises:
-            AgreementError: Ranks differ in options, in the parameters that have a gradient, or in the number of steps.
+            AgreementError: Ranks differ in options, in the parameters that have a gradient, in the number of steps, or
+                in having loaded state.
             PeerError: The step has failed on another rank; all weights are as they were before it.
             ShardingError: The gradients are not the mean over all ranks, or an earlier step was cut short.
         """
@@ -69,39 +108,13 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         vars(self)["_opt_called"] = True  # what PyTorch's schedulers look at
+        sharding = _shardings[self]
         with torch.no_grad():
-            self._sharding.prepare(self, self._names, self._problem)
-            failure = self._sharding.step_own()
-            self._sharding.finish(self, failure)
+            what = sharding.shards.prepare(self, _names(self), lambda: sharding.check_can_step(self))
+        _, failure = sharding.shards.act(self, step_of(type(self)))
+        with torch.no_grad():
+            sharding.shards.finish(self, what, failure)
         return loss
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it notes that it was called
-
-    def _names(self) -> dict[int, str]:
-        names, _ = names_of(self)
-        check_names(self.param_groups, names)
-        return names
-
-    def _problem(self) -> str:
-        """Return why no step can be taken, or an empty text."""
-        if not any(parameter.grad is not None for parameter in parameters_of(self)):
-            return ""
-        present = [weakref.ref(each) for each in replications()]
-        if present != self._sharding_seen:  # modules have been replicated since, or wrapped again
-            self._sharding_seen, (_, self._sharding_replications) = present, names_of(self)
-        if any(each.has_local_gradients for each in self._sharding_replications):
-            return (
-                "the gradients are those of one rank alone, since the last backward did not synchronise; let the last "
-                "backward before step() run outside of no_sync(), with last=True in accumulate()"
-            )
-        if any(
-            isinstance(each, ReducerReplication) and is_in_join(each.reducer) for each in self._sharding_replications
-        ):
-            return (
-                "it is in a Join context, in which ranks that have run out of batches take no steps, but a sharded "
-                "optimizer needs every rank in each; iterate over lockstep.batches() instead"
-            )
-        return ""
 
     def clip_grad_norm_(
         self,
@@ -125,62 +138,81 @@ class ShardedOptimizer(Optimizer):
 
         :func:`full_state_dict` returns whole tensors. Communicates nothing.
         """
-        return self._state_dict_of(state_dicts.sharded_state(self._sharding))
+        return _state_dict_of(self, sharded_state(shards_of(self).placement))
 
     def gathered_state_dict(self, keeps: bool) -> dict[str, Any]:
         """Return the whole state dict if ``keeps`` is True on this rank, else an empty one; every rank has to call it.
 
         :func:`full_state_dict` and :func:`lockstep.save` call this. Communicates what :func:`full_state_dict` does.
         """
-        state = state_dicts.full_state(self._sharding, keeps)
-        return self._state_dict_of(state) if keeps else {}
-
-    def _state_dict_of(self, state: dict[Any, Any]) -> dict[str, Any]:
-        """Return PyTorch's state dict with this state, less that of parameters which are in no group any more."""
-        present = {id(parameter) for parameter in parameters_of(self)}
-        vars(self)["state"] = {
-            key: values for key, values in state.items() if not isinstance(key, Tensor) or id(key) in present
-        }
-        try:
-            return super().state_dict()
-        finally:
-            del vars(self)["state"]
+        shards = shards_of(self)
+        state = state_dicts.full_state(shards.placement, shards.collectives, keeps)
+        return _state_dict_of(self, state) if keeps else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state dict of a sharded optimizer, or of a plain one, from which each rank takes its pieces.
+        """Load the state dict of a sharded optimizer, or of a plain one, from which each rank takes its part.
 
-        Communicates nothing.
+        Every rank has to load it: if only some have, the next step is an error. Communicates nothing.
         """
-        parameters = list(parameters_of(self))
+        shards, parameters = shards_of(self), list(parameters_of(self))
         loaded = {id(parameters[key]) for key in state_dict["state"] if key in range(len(parameters))}
-        self._sharding.place([_trained_or(group, loaded) for group in self.param_groups], self._names)
-        self._sharding.follow()
-        sliced = state_dicts.sliced(self._sharding, state_dict, parameters)
-        super().load_state_dict(sliced)
-        state_dicts.take(self._sharding, vars(self).pop("state"), self.param_groups)
+        shards.place([_trained_or(group, loaded) for group in self.param_groups], self.param_groups, _names(self))
+        state = state_dicts.sliced(shards.placement, state_dict["state"], parameters)
+        vars(self)["state"] = {}
+        try:
+            type(self).load_state_dict(self, {**state_dict, "state": state})
+            shards.load(state_dicts.by_piece(shards.placement, vars(self)["state"]))
+        finally:
+            vars(self)["state"] = shards.shown
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are assigned to ranks in the first step in which they have a gradient, or when
         their state is loaded."""
-        super().add_param_group(param_group)
-        if "_sharding" in vars(self):
-            names, found = names_of(self)
-            try:
-                check_names(self.param_groups[-1:], names)
-                check_groups(found)
-            except NotReplicableError:
-                del self.param_groups[-1]
-                raise
-            self._sharding_replications = found
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ShardingError(f"a sharded {type(self).__name__} cannot be copied: copy full_state_dict(optimizer)")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ShardingError(f"a sharded {type(self).__name__} cannot be pickled: save full_state_dict(optimizer)")
+        type(self).add_param_group(self, param_group)
+        names, found = names_of(self)
+        try:
+            check_names(self.param_groups, names)
+            check_groups(found)
+        except NotReplicableError:
+            del self.param_groups[-1]
+            raise
+        _shardings[self].replications = found
 
 
-def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
+def _run_mode(optimizer: Optimizer, mode: str, *args: Any, **kwargs: Any) -> Any:
+    """Run ``train()`` or ``eval()`` of an optimizer's class on this rank's part, and gather all weights."""
+    shards, what = shards_of(optimizer), f"{mode}()"
+    with torch.no_grad():
+        shards.prepare_other(optimizer, what, _names(optimizer))
+    result, failure = shards.act(optimizer, lambda given: getattr(type(given), mode)(given, *args, **kwargs))
+    with torch.no_grad():
+        shards.finish(optimizer, what, failure)
+    return result
+
+
+def _state_dict_of(optimizer: Optimizer, state: dict[Any, Any]) -> dict[str, Any]:
+    """Return the state dict that the optimizer's class makes of this state, by parameter."""
+    present = {id(parameter) for parameter in parameters_of(optimizer)}
+    own, shown = vars(optimizer), vars(optimizer)["state"]
+    own["state"] = {key: values for key, values in state.items() if not isinstance(key, Tensor) or id(key) in present}
+    try:
+        return type(optimizer).state_dict(optimizer)
+    finally:
+        own["state"] = shown
+
+
+def _names(optimizer: Optimizer) -> Callable[[], dict[int, str]]:
+    """Return a function that returns the names of an optimizer's parameters, which all have one."""
+
+    def find() -> dict[int, str]:
+        names, _ = names_of(optimizer)
+        check_names(optimizer.param_groups, names)
+        return names
+
+    return find
+
+
+def shard_optimizer(optimizer: AnyOptimizer, *, granularity: Granularity | None = None) -> AnyOptimizer:
     """Divide the state of an optimizer, and the work of its step, between the ranks (ZeRO-1); call it on every rank.
 
     The parameters have to be in modules that :func:`lockstep.replicate` or :class:`lockstep.DistributedDataParallel`
@@ -189,26 +221,33 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     the step is divided by W. Groups, schedulers, hooks, GradScaler, ``foreach`` and ``fused`` work as before. Gradients
     stay whole on every rank. The weights have the same bits as without sharding.
 
-    If an optimizer updates element by element (SGD, Adam, AdamW, RMSprop, ...), each rank gets an equal range of all
-    elements. If it needs whole parameters (Muon, Adafactor, LAMB), each rank gets whole parameters, so that the cost of
-    the updates is balanced. Trials on small tensors tell which kind an optimizer is.
+    A table tells how fine the optimizers of ``torch.optim`` may be cut. With SGD, Adam, AdamW, RMSprop and others that
+    update element by element, each rank gets an equal range of all elements. With Muon and Adafactor each rank gets
+    whole parameters, so that the cost of the updates is balanced. For any other class, and for a subclass with a
+    ``step`` of its own, the program says it.
 
     Args:
         optimizer: An optimizer, before or after training has begun. Existing state is sharded, too.
+        granularity: ``"tensor"``: each rank gets whole parameters, the very objects. Right if ``step`` treats each
+            parameter for itself: without a norm or another number of several parameters, random numbers, or
+            communication. ``"element"``: parameters are also cut, and the optimizer gets views of their memory. Right
+            if ``step`` treats each element for itself; the state has to be of numbers and plain tensors. A parameter
+            of another class than ``torch.nn.Parameter`` is not cut. None: what the table says.
 
     Returns:
-        The same object; its class is now one derived from its former class and from
-        :class:`~lockstep.sharding.ShardedOptimizer`.
+        The same object, of the same class, with the methods of :class:`~lockstep.sharding.ShardedOptimizer`.
 
     Raises:
-        ShardingError: The optimizer needs all parameters at once (LBFGS), needs a closure, draws random numbers, or its
-            ``step`` has been replaced on the instance.
+        UnknownOptimizerError: The table does not have the optimizer's class, and ``granularity`` is None.
+        OptionError: The table says that the optimizer cannot be cut so fine.
+        ShardingError: The optimizer needs all parameters at once (LBFGS), communicates in its ``step``, or its ``step``
+            has been replaced on the instance.
         NotReplicableError: A parameter is in no replicated module, or the modules are replicated over several groups.
         AlreadyManagedError: The optimizer has been sharded already, or shares a parameter with another sharded
             optimizer.
         AgreementError: Ranks have different parameters or options.
 
-    Communicates one all-gather of 128 bytes from each rank.
+    After an error the optimizer is as it was. Communicates one all-gather of 128 bytes from each rank.
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep
@@ -224,41 +263,73 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Stands for: ``torch.distributed.optim.ZeroRedundancyOptimizer``.
     """
-    kind = type(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         raise AlreadyManagedError("this optimizer has been sharded already; use what shard_optimizer() returned")
     names, found = names_of(optimizer)
-    collectives = _collectives_of(found)
-    shards: Shards | None = None
-    failure: Exception | None = None
+    collectives, kind = _collectives_of(found), type(optimizer)
+    shards, state, failure = Shards(kind, "tensor", collectives), {}, None
     try:
         _check(optimizer, names)
-        shards = Shards(optimizer, kind, collectives)
-        stepped = {id(parameter) for parameter in optimizer.state}
-        shards.place([_trained_or(group, stepped) for group in optimizer.param_groups], lambda: names)
+        shards = Shards(kind, granularity_of(kind, granularity), collectives)
+        state = _divide_state(shards, optimizer, names)
     except Exception as error:
         failure = error
-    (shards or Shards(optimizer, kind, collectives)).agree_on_places(optimizer, failure)
-    assert shards is not None
-    _attach(optimizer, kind, shards, found)
+    shards.agree_on_places(optimizer, failure)
+    _attach(optimizer, _Sharding(shards, found), state)
     return optimizer
 
 
-def _attach(optimizer: Optimizer, kind: type[Optimizer], shards: Shards, found: list[Replication]) -> None:
-    """Make the optimizer a sharded one, and slice its existing state."""
-    state = optimizer.state_dict()["state"]
-    own = vars(optimizer)
-    del own["state"]
-    own.pop("step", None)  # of a scheduler, which only notes that it was called
-    own.update(_sharding=shards, _sharding_replications=found, _sharding_seen=[])
-    optimizer.__class__ = _class_for(cast("Any", kind))
-    optimizer._patch_step_function()
-    sharded = cast("ShardedOptimizer", optimizer)
+def _divide_state(shards: Shards, optimizer: Optimizer, names: dict[int, str]) -> dict[Any, Any]:
+    """Assign the parameters to ranks, and return the state that the optimizer has by this rank's pieces."""
+    groups, state = optimizer.param_groups, optimizer.state
+    stepped = {id(parameter) for parameter in state}
+    shards.place([_trained_or(group, stepped) for group in groups], groups, lambda: names)
+    shards.has_loaded = bool(state)
     parameters = list(parameters_of(optimizer))
-    sliced = state_dicts.sliced(shards, {"state": state}, parameters)["state"]
-    state_dicts.take(shards, {parameters[number]: each for number, each in sliced.items()}, optimizer.param_groups)
-    for parameter in parameters:
-        _sharded_by[id(parameter)] = sharded
+    by_number = {number: state[each] for number, each in enumerate(parameters) if each in state}
+    others = {key: values for key, values in state.items() if not isinstance(key, Tensor)}
+    divided = state_dicts.sliced(shards.placement, {**by_number, **others}, parameters)
+    by_parameter = {parameters[key] if key in by_number else key: values for key, values in divided.items()}
+    return state_dicts.by_piece(shards.placement, by_parameter)
+
+
+def _attach(optimizer: Optimizer, sharding: _Sharding, state: dict[Any, Any]) -> None:
+    """Give an optimizer its methods, and this rank's part of the state in place of its state; this cannot fail."""
+    own, kind, link = vars(optimizer), type(optimizer), weakref.ref(optimizer)
+    own["state"].clear()
+    own["state"].update(state)
+    sharding.shards.placement.state = own["state"]  # a wrapper may have the same object
+    methods = {name: getattr(ShardedOptimizer, name) for name in _METHODS}
+    methods["step"] = Optimizer.profile_hook_step(ShardedOptimizer.step)
+    methods.update({mode: _mode(mode) for mode in ("train", "eval") if callable(getattr(kind, mode, None))})
+    own.update({name: _bound(method, link) for name, method in methods.items()}, state=sharding.shards.shown)
+    own["step"]._wrapped_by_lr_sched = True  # it notes that it was called
+    _shardings[optimizer] = sharding
+    for parameter in parameters_of(optimizer):
+        _sharded_by[id(parameter)] = optimizer
+
+
+_METHODS = ("clip_grad_norm_", "state_dict", "gathered_state_dict", "load_state_dict", "add_param_group")
+
+
+def _mode(mode: str) -> Callable[..., Any]:
+    def switch(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _run_mode(optimizer, mode, *args, **kwargs)
+
+    switch.__name__ = mode
+    return switch
+
+
+def _bound(function: Callable[..., Any], link: "weakref.ref[Optimizer]") -> Any:
+    """Return a method of one optimizer that does not keep it alive."""
+
+    @wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(link(), *args, **kwargs)
+
+    parameters = list(signature(function).parameters.values())[1:]
+    method.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
+    return method
 
 
 def _trained_or(group: dict[str, Any], with_state: set[int]) -> dict[str, Any]:
@@ -298,20 +369,14 @@ def check_names(groups: Iterable[dict[str, Any]], names: dict[int, str]) -> None
 
 
 def _check(optimizer: Optimizer, names: dict[int, str]) -> None:
+    check_can_be_sharded(optimizer)
     check_names(optimizer.param_groups, names)
-    check_attributes(optimizer)
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        raise ShardingError("optimizer.step has been replaced on this instance; call shard_optimizer() before that")
     for parameter in parameters_of(optimizer):
         other = _sharded_by.get(id(parameter))
         if other is not None and any(each is parameter for each in parameters_of(other)):
             raise AlreadyManagedError(
                 f"parameter {names[id(parameter)]} has a sharded optimizer already; one optimizer steps a parameter"
             )
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise OptionError(f"parameter group {number} has differentiable=True, which cannot go through slices")
 
 
 def _collectives_of(found: list[Replication]) -> Collectives:
@@ -334,15 +399,6 @@ def check_groups(found: Iterable[Replication]) -> None:
             f"the parameters of this optimizer are in modules that are replicated over {len(groups)} process groups; "
             "give the modules of each group an optimizer of their own"
         )
-
-
-@functools.cache
-def _class_for(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return the class of sharded optimizers of a class; it has the same name and the same place."""
-    return type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-_sharded_by: "weakref.WeakValueDictionary[int, ShardedOptimizer]" = weakref.WeakValueDictionary()
 
 
 def full_state_dict(optimizer: Optimizer, *, all_ranks: bool = False) -> dict[str, Any]:
@@ -369,4 +425,4 @@ def full_state_dict(optimizer: Optimizer, *, all_ranks: bool = False) -> dict[st
     """
     if not isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_dict()
-    return optimizer.gathered_state_dict(all_ranks or optimizer._sharding.rank == 0)
+    return ShardedOptimizer.gathered_state_dict(optimizer, all_ranks or shards_of(optimizer).collectives.rank == 0)

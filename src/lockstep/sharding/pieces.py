@@ -15,9 +15,18 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a tensor of no other class; a view, which autograd does not know."""
+    local = local_part(tensor).detach()
+    if type(local) is Tensor:
+        return local
+    with torch._C.DisableTorchFunctionSubclass():
+        return local.as_subclass(Tensor)
+
+
 def check_dense(parameter: Tensor, name: str) -> None:
     """Raise :class:`LayoutError` if the elements of a parameter have gaps between them, or lie on one another."""
-    local = local_part(parameter)
+    local = plain(parameter)
     if local.layout != torch.strided or not _is_dense(local):
         raise LayoutError(
             f"parameter {name} has strides {local.stride()} for shape {tuple(local.shape)}: a sharded optimizer needs "
@@ -31,8 +40,12 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def flat_gradient(parameter: Tensor, name: str) -> Tensor:
     """Return the gradient of a parameter in the memory order of the parameter; a view where that is possible."""
-    local = gradient_of(parameter, name)
-    own = local_part(parameter)
+    local, own = gradient_of(parameter), plain(parameter)
+    if local.is_sparse:
+        raise ShardingError(
+            f"parameter {name} has a sparse gradient, of which no slices can be taken; give it an optimizer of its "
+            'own, that is not sharded, or with granularity="tensor"'
+        )
     if local.stride() != own.stride() and not (local.is_contiguous() and own.is_contiguous()):
         local = torch.empty_like(own, dtype=local.dtype).copy_(local)
     return flat(local)
@@ -48,16 +61,10 @@ def is_like(gradient: Tensor, tensor: Tensor) -> bool:
     )
 
 
-def gradient_of(parameter: Tensor, name: str) -> Tensor:
+def gradient_of(parameter: Tensor) -> Tensor:
     """Return this rank's part of the gradient of a parameter, in its shape."""
     assert parameter.grad is not None
-    local = matching_gradient(parameter.grad, parameter)
-    if local.is_sparse:
-        raise ShardingError(
-            f"parameter {name} has a sparse gradient, of which no slices can be taken; give it an optimizer of its "
-            "own that is not sharded"
-        )
-    return local
+    return matching_gradient(parameter.grad, parameter)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,51 @@
+"""One number of the gradients that a step takes, by which ranks notice gradients that are not the same on all.
+
+A step looks at a sample: at most ``TENSORS`` gradients, and about ``ELEMENTS`` elements, which are spread over each
+gradient. The next step takes others, so that all are looked at in turn.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.digests import Digests
+from lockstep.sharding.pieces import flat_gradient, gradient_of
+
+ELEMENTS = 1 << 17
+TENSORS = 128
+
+
+def number_of_gradients(named: Sequence[tuple[str, Tensor]], turn: int) -> int:
+    """Return a number of 64 bits that depends on the bits of the sampled gradients of some parameters.
+
+    It is the same on all processors, since it does not depend on the order of its sums.
+    """
+    if not named:
+        return 0
+    apart = -(-len(named) // TENSORS)
+    chosen = named[turn % apart :: apart]
+    most = ELEMENTS // len(chosen)
+    samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for name, parameter in chosen:
+        sample = _sample(parameter, name, most, turn // apart)
+        samples[sample.dtype, sample.device].append(sample)
+    return int(Digests([torch.cat(each) for each in samples.values()]).digest(torch.device("cpu")))
+
+
+def _sample(parameter: Tensor, name: str, most: int, turn: int) -> Tensor:
+    """Return every n-th element of a gradient in the order of the parameter's memory, at most ``most``."""
+    grad = parameter.grad
+    assert grad is not None
+    if type(grad) is not Tensor or not (grad.is_contiguous() and parameter.is_contiguous()):
+        grad = gradient_of(parameter)
+        grad = grad.coalesce().values().reshape(-1) if grad.is_sparse else flat_gradient(parameter, name)
+    apart = -(-grad.numel() // most) or 1
+    first = turn % apart
+    return grad.as_strided((-(-(grad.numel() - first) // apart),), (apart,), grad.storage_offset() + first)
+
+
+def digests_of_gradients(named: Sequence[tuple[str, Tensor]]) -> list[int]:
+    """Return a digest of all of each gradient."""
+    return Digests([gradient_of(parameter) for _, parameter in named]).each()
