@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
+import inspect
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,6 +78,98 @@ def _compare(rank: Any, source: tuple[str, str, str], args: Any) -> None:
 def same_weights(program: Callable[..., dict[str, torch.Tensor]], backend: str, *args: Any) -> None:
     """Runs ``program(rank, implementation, *args)`` in two processes: what it returns is bitwise the same with both."""
     run_processes(2, _compare, _source(program), args, backend=backend, timeout=100, group_timeout=60)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a rank has after one step."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def in_one_process(copies: list[nn.Module], loss_of: Loss, batches: list[list[Any]]) -> list[list[Step]]:
+    """What DDP's definition gives for ``batches[step][rank]``: ``steps[step][rank]``. There is a copy for each rank.
+
+    Every forward begins with rank 0's buffers. Gradients are means: over two ranks, bitwise those of any order.
+    """
+    optimizers = [torch.optim.SGD(trained(copy), 0.1, momentum=0.9) for copy in copies]
+    steps = []
+    for batch in batches:
+        buffers, losses = [buffer.clone() for buffer in copies[0].buffers()], []
+        for copy, mine in zip(copies, batch, strict=True):
+            for buffer, value in zip(copy.buffers(), buffers, strict=True):
+                buffer.detach().copy_(value)
+            copy.zero_grad()
+            loss = loss_of(copy, mine)
+            loss.backward()
+            losses.append(loss.item())
+        for parameters in zip(*map(trained, copies), strict=True):
+            given = [parameter.grad / len(copies) for parameter in parameters if parameter.grad is not None]
+            for parameter in parameters:
+                parameter.grad = sum(given).clone() if given else None
+        for optimizer in optimizers:
+            optimizer.step()
+        steps.append([_after(*rank) for rank in zip(losses, copies, strict=True)])
+    return steps
+
+
+def trains_like(
+    steps: list[list[Step]],
+    rank: Any,
+    module: nn.Module,
+    loss_of: Loss,
+    batches: list[list[Any]],
+    tolerance: float = 0.0,
+) -> None:
+    """Trains a replicated module with the rank's batches: the same losses, gradients and weights, mostly bitwise."""
+    optimizer = torch.optim.SGD(trained(module), 0.1, momentum=0.9)
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        loss = loss_of(module, batch[rank.rank])
+        loss.backward()
+        optimizer.step()
+        got, wanted = _after(loss.item(), module), steps[number][rank.rank]
+        for what in ("loss", "gradients", "weights"):
+            equal(getattr(got, what), getattr(wanted, what), f"{what} of step {number}", tolerance)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _after(loss: float, module: nn.Module) -> Step:
+    inner = module.module if isinstance(module, TORCHS) else module
+    named = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+    return Step(loss, gradients, {name: p.detach().clone() for name, p in named.items()})
+
+
+def equal(got: Any, wanted: Any, what: str, tolerance: float = 0.0) -> None:
+    """Of numbers, tensors, or dicts of them."""
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def without_lockstep(program: str, *args: str) -> None:
+    """Runs a program in a process of its own, in which lockstep cannot be imported. It reads ``sys.argv``."""
+    head = inspect.getsource(quiet).replace("def quiet() -> None:", _HEAD) + "\nquiet()\n"
+    done = subprocess.run([sys.executable, "-c", head + program, *args], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+_HEAD = """
+import contextlib, os, sys, warnings
+sys.modules["lockstep"] = None
+import torch
+from torch import library
+_kept = []
+
+def quiet():
+"""
 
 
 def batches(rank: Any, shape: tuple[int, ...], steps: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
