@@ -2,6 +2,8 @@
 
 from types import TracebackType
 
+from lockstep.errors import LockstepError
+
 
 class RunAll:
     """A context for each step; :meth:`end` raises their errors after all have run.
@@ -29,6 +31,14 @@ class RunAll:
         if error is not None:
             self._errors.append(error)
         return True
+
+    @property
+    def problem(self) -> str:
+        """The first error, for other ranks; empty if there is none so far."""
+        if not self._errors:
+            return ""
+        error = self._errors[0]
+        return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
         """Raise the first error, with the others as notes."""

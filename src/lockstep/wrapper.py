@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
+from weakref import ref
 
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
@@ -15,17 +17,24 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ModuleHook:
-    """A hook on a module that acts on another object. It belongs to that module alone: a copy of it does nothing."""
+    """A hook on one module. Copies and pickles of it do nothing, nor does it for copies of the module that share it."""
 
-    def __init__(self, target: Any) -> None:
-        self._target = target
+    def __init__(self, module: Module | None) -> None:
+        self._module = None if module is None else ref(module)
         """None in a copy."""
 
+    def belongs_to(self, module: Module) -> bool:
+        """Return True if the hook is to act, for this module."""
+        return self._module is not None and self._module() is module
+
     def __deepcopy__(self, memo: Any) -> Any:
-        return type(self)(None)
+        copied = object.__new__(type(self))
+        ModuleHook.__init__(copied, None)
+        return copied
 
     def __reduce__(self) -> Any:
-        return type(self), (None,)
+        # It takes any arguments and returns None, and loads without lockstep.
+        return getattr, (nullcontext(), "__exit__")
 
 
 def is_of_module(state_dict: Mapping[str, Any], module: Module) -> bool:

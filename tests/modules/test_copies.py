@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.distributed import Replicated
 from lockstep.distributed.replication.replication import find_replication
 from threaded import count_collectives, run_ranks
 
@@ -155,8 +156,7 @@ class ByDict(Net):
 def check_by_dict(rank):
     module = lockstep.replicate(ByDict(), process_group=rank.group)
     copied = copy.deepcopy(module)
-    assert type(copied) is ByDict
-    assert type(module) is not ByDict
+    assert type(copied) is type(module) is ByDict
     again = by_pickle(copied)
     for each in (copied, again):
         with count_collectives(rank) as sent:
@@ -193,7 +193,7 @@ def check_state(rank):
     plain, module = Net(), lockstep.replicate(Net(), process_group=rank.group)
     assert list(module.state_dict()) == list(plain.state_dict())
     assert [n for n, _ in module.named_modules()] == [n for n, _ in plain.named_modules()]
-    assert repr(module).replace("Replicated", "") == repr(plain)
+    assert repr(module) == repr(plain)
     plain.load_state_dict(module.state_dict())
     wrapper = lockstep.DistributedDataParallel(Net(), process_group=rank.group)
     for state in (plain.state_dict(), {f"module.{key}": value for key, value in plain.state_dict().items()}):
@@ -209,16 +209,24 @@ def test_checkpoints():
 def test_classes_and_attributes():
     def check(rank):
         module = Net()
-        attributes = set(vars(module))
+        names = dir(module), list(vars(module))
+        assert not isinstance(module, Replicated)
         assert lockstep.replicate(module, process_group=rank.group) is module
-        assert isinstance(module, Net)
-        assert isinstance(module, lockstep.distributed.Replicated)
-        assert type(module).__name__ == "ReplicatedNet"
-        assert type(module).__module__ == Net.__module__
-        assert type(module).__doc__ == Net.__doc__
-        assert set(vars(module)) == attributes
-        other = lockstep.replicate(Net(), process_group=rank.group)
-        assert type(other) is type(module)
+        assert type(module) is Net
+        assert isinstance(module, Replicated)
+        assert not isinstance(module.first, Replicated)
+        assert not isinstance(lockstep.DistributedDataParallel(Net(), process_group=rank.group), Replicated)
+        assert (dir(module), list(vars(module))) == names
+        assert len(vars(module)) == len(names[1])
+        assert "no_sync" not in {**vars(module)}
+        assert "no_sync" not in dict(vars(module))
+        assert "no_sync" not in repr(vars(module))
+        assert [name for name, _ in vars(module).items()] == names[1]
+        module.new, module.no_sync = 3, 4  # the program's own
+        assert list(vars(module)) == [*names[1], "no_sync", "new"]
+        assert (copy.deepcopy(module).new, copy.deepcopy(module).no_sync) == (3, 4)
+        del module.new, module.no_sync
+        assert list(vars(module)) == names[1]
         return weakref.ref(module)() is module
 
     assert run_ranks(2, check) == [True, True]
@@ -228,12 +236,11 @@ def test_what_a_module_makes_of_its_own_class_is_plain():
     def check(rank):
         module = lockstep.replicate(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), process_group=rank.group)
         part = module[:1]
-        assert type(part) is nn.Sequential
-        assert type(module).__name__ == "ReplicatedSequential"
+        assert not isinstance(part, Replicated)
+        assert not hasattr(part, "no_sync")
         other = lockstep.replicate(nn.ModuleList([Net()]), process_group=rank.group)[:]
-        assert type(other) is nn.ModuleList
         again = lockstep.replicate(other, process_group=rank.group)
-        assert isinstance(again, lockstep.distributed.Replicated)
+        assert isinstance(again, Replicated)
 
     run_ranks(2, check)
 

@@ -54,17 +54,26 @@ class ShareGradients:
         self._parameters = [parameter for _, parameter in named]
         self._reduce_dtype = reduce_dtype
         self._spare = spare
-        weak = WeakMethod(arrived)
-        self._handles = [_hook(parameter, number, weak, spare) for number, parameter in enumerate(self._parameters)]
+        self._arrived = WeakMethod(arrived)
+        self._handles: list[RemovableHandle] = []
         self._largest = max((local_part(parameter).nbytes for parameter in self._parameters), default=0)
         self._before: Values | None = None
         self._last: tuple[int, Values] | None = None
         self.drop_sums()
 
+    def hook(self) -> None:
+        """Let hooks of the parameters note gradients."""
+        for number, parameter in enumerate(self._parameters):
+            self._handles.append(_hook(parameter, number, self._arrived, self._spare))
+
     def unhook(self) -> None:
         """Remove the hooks of the parameters."""
         for handle in self._handles:
             handle.remove()
+        for parameter in self._parameters:
+            if not parameter._post_accumulate_grad_hooks:
+                # As it was before the first hook.
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
     def check_hooks(self) -> None:
         """Raise for users' hooks that would see a share's gradient in place of the step's."""

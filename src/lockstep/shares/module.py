@@ -99,6 +99,17 @@ class ShareModule:
         self._own = {id(parameter) for _, parameter in members.parameters}
         self._used_before: list[int] | None = None
 
+    def watch(self) -> None:
+        """Note gradients that come from now on, by hooks on the parameters."""
+        self._gradients.hook()
+
+    def withdraw(self) -> None:
+        """Undo :meth:`watch` and :meth:`open`, and send nothing: the module has not been replicated on all ranks."""
+        if self._now is not None:
+            self._gradients.restore_grads()
+            self._now = None
+        self._gradients.unhook()
+
     @property
     def alive(self) -> bool:
         """True if the module still exists."""
@@ -126,6 +137,7 @@ class ShareModule:
         if self._members.may_have_changed():
             self._gradients.unhook()
             self._look()
+            self._gradients.hook()
         self._check(step)
         self._gradients.check_hooks()
         self._precisions = set()

@@ -1,14 +1,15 @@
 """A module that is replicated with shares, with the methods that the public functions call."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any, get_args
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch.nn import Module
 
-from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.comm.agreement import Line
+from lockstep.distributed.comm.collectives import Collectives, resolve_group
+from lockstep.distributed.reduction.managed_parameters import Owner
 from lockstep.distributed.reduction.parameters import Contents
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.replicate import Loss, replicate_shares_with
@@ -41,7 +42,7 @@ class ShareReplication(Replication):
         """See :class:`Replication`."""
         return self._module is not None
 
-    def _group_to_start_with(self) -> Group:
+    def _check_group(self) -> None:
         group = resolve_group(self.options.group)
         if group is None:
             raise CommunicationError(
@@ -49,9 +50,9 @@ class ShareReplication(Replication):
                 "torch.distributed.init_process_group() first, also for one process, or pass process_group"
             )
         check_shares(self._shares, group.size(), "replicate()")
-        return group
 
-    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
+    def _describe(self, contents: Contents, collectives: Collectives) -> tuple[list[Line], list[int]]:
+        """See :class:`Replication`."""
         devices = {parameter.device for _, parameter in contents.parameters}
         lines = [
             Line("shares", f"{self._shares}, loss {self._loss!r}"),
@@ -60,9 +61,9 @@ class ShareReplication(Replication):
             *(Line(name, value) for name, value in settings_of(devices).items()),
             *contents.describe(),
         ]
-        check_same_on_all_ranks(lines, collectives, error=error)
+        return lines, []
 
-    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: None) -> None:
+    def _synchronise(self, contents: Contents, collectives: Collectives, rows: object, undo: ExitStack) -> list[Owner]:
         module = ShareModule(
             self._selection,
             collectives,
@@ -71,9 +72,16 @@ class ShareReplication(Replication):
             self.options.reduce_dtype,
             self.options.init_sync,
         )
-        self._world = world_of(collectives.group)
-        self._module = module
-        self._world.join(module)
+        world = world_of(collectives.group)
+        undo.callback(self._forget_module)
+        self._world, self._module = world, module
+        undo.callback(module.withdraw)
+        module.watch()
+        world.join(module, undo)
+        return []
+
+    def _forget_module(self) -> None:
+        self._world = self._module = None
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -90,7 +98,7 @@ class ShareReplication(Replication):
 
     # ------------------------------------------------------------------------------------- methods
 
-    def check_rounds(self, what: str) -> None:
+    def check_rounds(self, what: str) -> NoReturn:
         """Raise: there are no rounds, and a share's gradients always belong to its step."""
         raise OptionError(
             f"{what}: this module is replicated with shares={self._shares}, whose gradients are put together when the "
@@ -98,10 +106,18 @@ class ShareReplication(Replication):
             "training use torch.autograd.grad"
         )
 
-    def set_requires_gradient_sync(self, required: bool) -> None:
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Raise if that asks for gradients that are not synchronised."""
-        if not required:
+        if not requires_gradient_sync:
             self.check_rounds("no_sync(), set_requires_gradient_sync(False) and accumulate(last=False)")
+
+    def no_sync(self) -> NoReturn:
+        """Raise: see :meth:`check_rounds`."""
+        self.check_rounds("no_sync()")
+
+    def register_comm_hook(self, state: Any, hook: Any) -> NoReturn:
+        """Raise: see :meth:`check_rounds`."""
+        self.check_rounds("register_comm_hook()")
 
     @contextmanager
     def accumulating(self, last: bool, weight: float | None) -> Iterator[None]:

@@ -7,7 +7,7 @@ ends: then gradients are put together. One that is left in between is aborted: i
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -63,8 +63,10 @@ class ShareWorld:
         self._modules = [link for link, _ in found]
         return [each for _, each in found]
 
-    def join(self, module: ShareModule) -> None:
-        """Let a module take part from now on, also in the share under way."""
+    def join(self, module: ShareModule, undo: ExitStack) -> None:
+        """Let a module take part from now on, also in the share under way, until ``undo``."""
+        undo.callback(setattr, self._state, "modules_with_shares", self._state.modules_with_shares)
+        undo.callback(setattr, self, "_modules", self._modules[:])
         self._modules.append(weakref.ref(module))
         self._state.modules_with_shares += 1
         if self.step is not None:

@@ -2,8 +2,8 @@
 
 The reducer that claimed a parameter last synchronises it, even after the wrapper or the whole network has been dropped.
 So each module holds the reducer of its parameters, which does not refer back to the module. An attribute of the module
-would be visible and copied. Instead, one of the dictionaries that every module has (empty for most) is replaced by a
-subclass that carries the reducer; it is copied and pickled as the plain dictionary.
+would be visible and copied. Instead, one of the dictionaries that every module has, an empty one if there is any, is
+replaced by a subclass that carries the reducer; it is copied and pickled as the plain dictionary.
 
 Autograd runs a parameter's post-accumulate hooks before its gradient is reduced. An optimizer step in such a hook would
 use the local gradient, so hooks that users register, before or after replicating, are held back. At the end of a
@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import compress
 from operator import attrgetter
 from typing import Any, Protocol
@@ -171,7 +172,14 @@ def generation() -> int:
     return _generation
 
 
-_ATTRIBUTE = "_load_state_dict_post_hooks"
+_ATTRIBUTES = (
+    "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 class _KeepingDict(OrderedDict[int, Any]):
@@ -187,12 +195,44 @@ class _KeepingDict(OrderedDict[int, Any]):
 
 def attach_to_module(module: Module, thing: Any, instead_of: Any = None) -> None:
     """Keep ``thing`` alive as long as ``module``, and let go of ``instead_of`` and of objects that have retired."""
-    hooks = vars(module)[_ATTRIBUTE]
+    name, hooks = _kept_by(module)
     if not isinstance(hooks, _KeepingDict):
         hooks = _KeepingDict(hooks)
-        vars(module)[_ATTRIBUTE] = hooks
+        vars(module)[name] = hooks
     hooks.kept = [each for each in hooks.kept if each not in (thing, instead_of) and not each.retired]
     hooks.kept.append(thing)
+
+
+def _kept_by(module: Module) -> tuple[str, dict[int, Any]]:
+    """Return the dictionary that keeps things for a module, or is to be replaced by one that does, with its name.
+
+    Handles of hooks refer to the dictionary in which they were registered, so an empty one is replaced:
+    test_handles_of_hooks_still_remove_them.
+    """
+    found = [(name, vars(module)[name]) for name in _ATTRIBUTES if name in vars(module)]
+    keeping = (pair for pair in found if isinstance(pair[1], _KeepingDict))
+    return next(keeping, None) or next((pair for pair in found if not pair[1]), found[0])
+
+
+def restore_later(modules: Sequence[Module], parameters: Sequence[Parameter], undo: ExitStack) -> None:
+    """Let ``undo`` restore what modules keep alive, and which reducers have claimed parameters, as they are now."""
+    for module in modules:
+        name, hooks = _kept_by(module)
+        undo.callback(vars(module).__setitem__, name, hooks)
+        if isinstance(hooks, _KeepingDict):
+            undo.callback(setattr, hooks, "kept", hooks.kept)
+    undo.callback(_restore_owners, {id(parameter): _owners.get(id(parameter)) for parameter in parameters})
+
+
+def _restore_owners(earlier: Mapping[int, "ref[Owner] | None"]) -> None:
+    global _generation
+    with _lock:
+        for number, link in earlier.items():
+            if link is None:
+                _owners.pop(number, None)
+            else:
+                _owners[number] = link
+        _generation += 1
 
 
 TRIGGER_KEY = -1

@@ -19,6 +19,7 @@ error by name, on every rank, in this backward and each later one until it is go
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from operator import attrgetter, call, is_
 from types import MappingProxyType
@@ -44,6 +45,7 @@ from lockstep.distributed.reduction.managed_parameters import (
     claim,
     owner_of,
     release,
+    restore_later,
 )
 from lockstep.errors import AlreadyManagedError, LockstepError, NotReplicableError, OptionError
 from lockstep.inner_tensors import check_trained, inner_tensors_of
@@ -237,9 +239,12 @@ def _is_covered(owner: Owner, found: Collection[int]) -> bool:
 # -------------------------------------------------------------------------------------- left out
 
 
-def note_replicated(module: Module) -> None:
-    """Record that a module has a replication of its own, which replications of modules around it leave alone."""
-    _replicated.add(module)
+def note_replicated(module: Module, undo: ExitStack) -> None:
+    """Record that a module has a replication of its own, which replications of modules around it leave alone; ``undo``
+    removes the record."""
+    if module not in _replicated:
+        undo.callback(_replicated.discard, module)
+        _replicated.add(module)
 
 
 def _replicated_children(module: Module) -> Iterator[Module]:
@@ -417,8 +422,11 @@ class ParameterSet:
     its remaining parts are synchronised as before.
     """
 
-    def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter]) -> None:
-        """``delayed``: parameters whose gradients leave last."""
+    def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter], undo: ExitStack) -> None:
+        """``delayed``: parameters whose gradients leave last; ``undo`` removes what this and :meth:`attach` do to the
+        module and its parameters."""
+        owners = [owner for _, owner in selection.owners()]
+        restore_later([selection.module, *owners], [parameter for _, parameter in contents.parameters], undo)
         self._selection = selection
         self._delayed = {id(parameter) for parameter in delayed}
         self._owner: ref[Owner] | None = None

@@ -88,6 +88,9 @@ class Reducer:
     change of the module take more, as the head of this file says.
     """
 
+    retired = True
+    """True if another replication has taken over all parameters, or the reducer is not complete yet."""
+
     def __init__(self, common: CommonState, keeps: object) -> None:
         """``keeps``: an object to be kept alive by the reducer, the scheduler of the group."""
         self.common = common  # what all ranks have alike
@@ -101,7 +104,6 @@ class Reducer:
         )
         self.passes = self.rank_state.passes
         self.home = threading.get_ident()  # the thread in which the module is used
-        self.retired = False  # another replication has taken over all parameters
         self.error = ""  # the last error of a round, for logging
         self._open_passes: list[_OpenPass] = []  # passes under way that may come to the module, inside of one another
         self._round: Round | None = None  # of the last of them, if that synchronises and has opened it
@@ -113,6 +115,7 @@ class Reducer:
         self._ownership = -1, True  # with that generation of owners, this reducer synchronises all of the parameters
         self._triggers = _Triggers(None, {})
         self._held: Sequence[HookDictionary] = ()  # the hooks of parameters, as they were when a pass began last
+        self.retired = False
 
     @property
     def parameters(self) -> list[ManagedParameter]:

@@ -8,6 +8,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -64,6 +65,11 @@ class ReplicatedModules(Generic[M]):
     def ids(self, leaving: Collection[object] = ()) -> list[int]:
         """Return the numbers of those that are still there on this rank, and not about to be replaced by another."""
         return [n for n, module in self.numbered().items() if not any(module is each for each in leaving)]
+
+    def restore_later(self, undo: ExitStack) -> None:
+        """Let ``undo`` restore which modules there are, as they are now."""
+        for name in ("_links", "exclusive", "next_id", "order"):
+            undo.callback(setattr, self, name, getattr(self, name))
 
     def register(self, module: M, module_id: int, others: Collection[int], order: int) -> None:
         """Add a module under a number on which all ranks agree.

@@ -432,9 +432,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def _begin(self) -> None:
         """Replicate the module, and register the wrapper, so that functions for replicated modules take it."""
         replication = ReducerReplication(self.module, self._options, (), taking_over=True)
-        register(self, replication)
+        replication.start(lambda undo: register(self, replication, undo))
         self._held = replication
-        replication.start()
         if self._buffer_hook is not None and replication.reducer is not None:
             replication.reducer.buffers.leave()
         if self._hooks_removed:

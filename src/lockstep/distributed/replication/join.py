@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
-from lockstep.distributed.replication.replication import broadcast_values
+from lockstep.distributed.replication.replication import Values, broadcast_values
 from lockstep.run_all import RunAll
 
 _GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
@@ -121,7 +121,9 @@ class ShadowHook(JoinHook):
         ended_last = all_gather_object(is_last_joiner, "who ended last", collectives)
         source = max(rank for rank, last in enumerate(ended_last) if last)
         self._wrapper._authoritative_rank = source
-        broadcast_values([m.parameter for m in reducer.parameters], reducer.buffers.buffers, collectives, source)
+        values, steps = Values.of((m.parameter for m in reducer.parameters), reducer.buffers.buffers), RunAll()
+        broadcast_values(values, collectives, steps, source)
+        steps.end()
         reducer.common.set_participants(range(collectives.world), collectives.world)
 
 

@@ -12,6 +12,7 @@ A submodule that is called on its own, as by activation checkpointing inside of 
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.reduction.buffers import holders
@@ -83,8 +85,17 @@ class Casts:
         self._slots: list[_Slot] = []
         self._rnns: list[RNNBase] = []
         self._hooked: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self, module: Module, undo: ExitStack) -> None:
+        """Let the forwards of ``module`` run in lower precision from now on; ``undo`` removes the hooks again."""
+        undo.callback(self._detach)
         for each in module.modules():
             self._hook(each)
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
     def _hook(self, module: Module) -> None:
         """Let the forward of a submodule run in lower precision even if it is called on its own.
@@ -93,9 +104,9 @@ class Casts:
         """
         if module not in self._hooked and not isinstance(module, ParametrizationList):
             self._hooked.add(module)
-            link = weakref.ref(self)
-            module.register_forward_pre_hook(_Enter(link))
-            module.register_forward_hook(_Leave(link), always_call=True, prepend=True)  # other hooks see the originals
+            self._handles.append(module.register_forward_pre_hook(_Enter(module, self)))
+            leave = _Leave(module, self)  # prepended: other hooks see the originals
+            self._handles.append(module.register_forward_hook(leave, always_call=True, prepend=True))
 
     def inputs(self, value: Any) -> Any:
         """Return nested inputs with their floating tensors in the dtype of the parameters."""
@@ -185,15 +196,19 @@ def _written(original: Tensor, current: Tensor) -> Tensor:
     return original.copy_(new) if not original.requires_grad and holders(original) <= 1 else new
 
 
-class _Enter(ModuleHook):
+class _CastsHook(ModuleHook):
+    def __init__(self, module: Module, casts: Casts) -> None:
+        super().__init__(module)
+        self._casts = weakref.ref(casts)
+
+
+class _Enter(_CastsHook):
     def __call__(self, module: Module, args: Any) -> None:
-        casts: Casts | None = self._target and self._target()  # referred to weakly
-        if casts is not None:
+        if self.belongs_to(module) and (casts := self._casts()) is not None:
             casts.enter(module)
 
 
-class _Leave(ModuleHook):
+class _Leave(_CastsHook):
     def __call__(self, module: Module, args: Any, outputs: Any) -> None:
-        casts: Casts | None = self._target and self._target()
-        if casts is not None:
+        if self.belongs_to(module) and (casts := self._casts()) is not None:
             casts.leave(module)

@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +12,14 @@ from torch.nn import Module
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group, watchers
+from lockstep.distributed.comm.collectives import Collectives, resolve_group, watchers
 from lockstep.distributed.reduction.buffer_sync import BufferSync
 from lockstep.distributed.reduction.buffers import BufferSet
 from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import watch_engine
 from lockstep.distributed.reduction.graph import mark_output
+from lockstep.distributed.reduction.managed_parameters import Owner
 from lockstep.distributed.reduction.parameters import Contents, ParameterSet, Selection
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import scheduler_of
@@ -38,6 +39,12 @@ class _Numbering(NamedTuple):
     """The numbers of all other modules, on any rank."""
     order: int
     """The number of the group among the groups of its processes."""
+
+    @classmethod
+    def agreed(cls, rows: list[list[int]]) -> "_Numbering":
+        """Return the numbering that follows from each rank's proposals, and the numbers of its other modules."""
+        others = {number for row in rows for number in row[2:]}
+        return cls(max(row[0] for row in rows), others, max(row[1] for row in rows))
 
 
 class ReducerReplication(Replication):
@@ -68,32 +75,29 @@ class ReducerReplication(Replication):
         assert self.reducer is not None
         return self.reducer
 
-    def _group_to_start_with(self) -> Group:
-        group = resolve_group(self.options.group)
-        if group is None:
+    def _check_group(self) -> None:
+        if resolve_group(self.options.group) is None:
             raise CommunicationError(
                 "a replicated module was used before there is a process group; call "
                 "torch.distributed.init_process_group() first, or pass process_group"
             )
-        return group
 
-    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> _Numbering:
-        """Compare the module with the other ranks, and agree on its number among the modules of the group."""
+    def _describe(self, contents: Contents, collectives: Collectives) -> tuple[list[Line], list[int]]:
+        """Return what must be the same on all ranks, and numbers from which :class:`_Numbering` comes."""
         modules = scheduler_of(collectives.group).modules
         lines = [*(Line(*pair) for pair in self.options.agreed()), *contents.describe()]
-        leaving = self._selection.superseded(contents)
-        numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
-        rows = check_same_on_all_ranks(lines, collectives, numbers, error)
-        others = {number for row in rows for number in row[2:]}
-        return _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
+        return lines, [modules.next_id, modules.propose_order(), *modules.ids(self._selection.superseded(contents))]
 
-    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: _Numbering | None) -> None:
+    def _synchronise(
+        self, contents: Contents, collectives: Collectives, rows: list[list[int]] | None, undo: ExitStack
+    ) -> list[Owner]:
         """Make the reducer."""
         if self.options.process_group is not None:
             _warn_of_one_rank(collectives, self._selection)
         options, scheduler = self.options, scheduler_of(collectives.group)
+        superseded = self._selection.superseded(contents)
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
-        parameters = ParameterSet(self._selection, contents, delayed)
+        parameters = ParameterSet(self._selection, contents, delayed, undo)
         policy = BufferSync(self._scan(), options.policy, collectives)
         caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
         common = CommonState(
@@ -106,28 +110,42 @@ class ReducerReplication(Replication):
             compares_values=options.init_sync,
         )
         reducer = Reducer(common, keeps=scheduler)
-        for earlier in self._selection.superseded(contents):
-            earlier.retire()
-        modules = scheduler.modules
-        if agreed is None:  # nothing has been sent yet: the ranks agree when they first have to
-            agreed = _Numbering(modules.next_id, set(modules.ids()), modules.propose_order())
-            reducer.common.do_before_next_round(
-                lambda: modules.register(reducer, *self._agree(contents, collectives, ""))
-            )
-        modules.register(reducer, *agreed)
+        undo.callback(reducer.retire)
+        self._register(reducer, contents, rows, undo)
         reducer.rank_state.set_requires_sync(self.requires_sync)
         parameters.attach(reducer)
-        if options.mixed_precision is not None:
-            self._start_casts(reducer)
+        undo.callback(self._forget_reducer)
         self.reducer = reducer
+        if options.mixed_precision is not None:
+            self._start_casts(reducer, undo)
         for state, hook in self.hooks:
-            reducer.common.register_hook(state, hook)
+            common.register_hook(state, hook)
         if scheduler.decisions.is_padding:
             reducer.rank_state.begin_padding_batch()
+        return superseded
 
-    def _start_casts(self, reducer: Reducer) -> None:
+    def _register(self, reducer: Reducer, contents: Contents, rows: list[list[int]] | None, undo: ExitStack) -> None:
+        modules = reducer.common.modules
+        modules.restore_later(undo)
+        if rows is not None:
+            modules.register(reducer, *_Numbering.agreed(rows))
+            return
+        # Nothing has been sent yet: the ranks agree when they first have to.
+        modules.register(reducer, modules.next_id, set(modules.ids()), modules.propose_order())
+        reducer.common.do_before_next_round(lambda: self._agree_late(reducer, contents))
+
+    def _agree_late(self, reducer: Reducer, contents: Contents) -> None:
+        lines, numbers = self._describe(contents, reducer.collectives)
+        rows = check_same_on_all_ranks(lines, reducer.collectives, numbers)
+        reducer.common.modules.register(reducer, *_Numbering.agreed(rows))
+
+    def _forget_reducer(self) -> None:
+        self.reducer = self._casts = None
+
+    def _start_casts(self, reducer: Reducer, undo: ExitStack) -> None:
         config = self.options.mixed_precision
         self._casts = Casts(self._selection.module, config, self._selection.left_alone())
+        self._casts.attach(self._selection.module, undo)
         dtype = reduce_dtype(config)
         if dtype is not None and self.options.reduce_dtype is None:
             reducer.common.register_hook(None, ReduceIn(dtype))
@@ -192,7 +210,7 @@ class ReducerReplication(Replication):
         """Do nothing: there are rounds."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes inside the block accumulate gradients on this rank."""
+        """See :class:`Replication`."""
         return self._synchronising(False)
 
     @contextmanager
@@ -209,10 +227,10 @@ class ReducerReplication(Replication):
         finally:
             self.set_requires_gradient_sync(before)
 
-    def set_requires_gradient_sync(self, required: bool) -> None:
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """See :class:`Replication`."""
         self._check_in_charge("set_requires_gradient_sync() and no_sync()")
-        self.requires_sync = bool(required)
+        self.requires_sync = bool(requires_gradient_sync)
         if self.reducer is not None:
             self.reducer.rank_state.set_requires_sync(self.requires_sync)
 
@@ -232,8 +250,8 @@ class ReducerReplication(Replication):
         self.started_reducer.common.watch_values(every)
 
     @torch.inference_mode(False)
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Add a communication hook."""
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """See :class:`Replication`."""
         self._check_in_charge("register_comm_hook()")
         check_hook(hook)
         if self.options.reduce_dtype is not None:

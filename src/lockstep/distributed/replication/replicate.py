@@ -1,21 +1,19 @@
 """``replicate()``: the gradients of a module become the mean over all ranks; the module itself stays what it is.
 
-The module's class is replaced by a subclass made at run time, which adds a few methods. Copies and pickles have the
-plain class, and are not replicated. Nothing else is visible on the module.
+The module gains two forward hooks and a few methods. Its class and its attributes stay, and its copies and pickles are
+plain.
 """
 
-import copyreg
-import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.nn import Module
 
 from lockstep.distributed.reduction.parameters import sharded_children
+from lockstep.distributed.replication.instance_methods import add_methods
 from lockstep.distributed.replication.options import Options, read_options
-from lockstep.distributed.replication.reducer_replication import ReducerReplication, rounds_of
+from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import Replication, find_replication, register, replication_of
 from lockstep.errors import AlreadyManagedError, OptionError
 from lockstep.wrapper import ModuleHook
@@ -53,10 +51,10 @@ def replicate(
     it is.
 
     Args:
-        module: The module; the same object is returned. Its class is replaced by a subclass, so ``isinstance``,
-            attributes and ``state_dict`` stay; ``copy.deepcopy`` and ``pickle`` give the plain module, not replicated.
-            It gains the methods of :class:`lockstep.distributed.Replicated`, which is the type of the returned module
-            for type checkers.
+        module: The module; the same object is returned. Its class, attributes and ``state_dict`` stay;
+            ``copy.deepcopy`` and ``pickle`` give the plain module, not replicated, and such a pickle loads without
+            lockstep. It gains the methods of :class:`lockstep.distributed.Replicated`, which is the type of the
+            returned module for type checkers.
         ignored_modules: Submodules that are not replicated, with everything below them.
         shares: The number of shares into which the batch of a step is cut, the same for the whole run. With shares the
             gradients have the same bits on any number of ranks up to the number of shares: see docs/reproducibility.md.
@@ -89,7 +87,7 @@ def replicate(
         >>> model = replicate(torch.nn.Linear(4, 2), process_group=group)
         >>> model(torch.ones(3, 4)).sum().backward()
         >>> model.bias.grad.tolist(), type(model).__name__
-        ([3.0, 3.0], 'ReplicatedLinear')
+        ([3.0, 3.0], 'Linear')
 
     Stands for: ``torch.distributed._composable.replicate.replicate``.
     """
@@ -97,8 +95,7 @@ def replicate(
     chosen.warn_deprecated(stacklevel=2)
     if not isinstance(module, Module):
         raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
-    original = getattr(module, "_orig_mod", module)
-    if isinstance(original, Replicated) and find_replication(module) is not None:
+    if isinstance(module, Replicated):
         raise AlreadyManagedError(
             "Each distinct composable distributed API can only be applied to a module once. replicate has already been "
             f"applied to the following module:\n{module}"
@@ -111,8 +108,44 @@ def replicate(
     else:
         assert _with_shares is not None
         replication = _with_shares(module, chosen, ignored, shares, loss)
-    replication.start_if_possible()
-    return _attach(module, replication)
+    replication.start_if_possible(lambda undo: _attach(module, replication, undo))
+    return cast("Replicated", module)
+
+
+_METHODS = ("set_requires_gradient_sync", "no_sync", "register_comm_hook")
+
+
+def _attach(module: Module, replication: Replication, undo: ExitStack) -> None:
+    """Register the replication, and add the hooks and the methods of :class:`Replicated`; ``undo`` removes them."""
+    # The methods of a wrapper are those of its replication, which this one replaces.
+    kept = [] if find_replication(module) else [name for name in _METHODS if _has_own(module, name)]
+    register(module, replication, undo)
+    before = module.register_forward_pre_hook(_BeforeForward(module, replication), with_kwargs=True, prepend=True)
+    undo.callback(before.remove)
+    undo.callback(module.register_forward_hook(_AfterForward(module, replication)).remove)
+    add_methods(module, {name: getattr(replication, name) for name in _METHODS if name not in kept}, undo)
+
+
+def _has_own(module: Module, name: str) -> bool:
+    """Return True if the module has an attribute of that name itself, which is not a method added to another."""
+    return hasattr(module, name) and not isinstance(getattr(getattr(module, name), "__self__", None), Replication)
+
+
+class _ForwardHook(ModuleHook):
+    def __init__(self, module: Module, replication: Replication) -> None:
+        super().__init__(module)
+        self._replication = replication
+
+
+class _BeforeForward(_ForwardHook):
+    def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._replication.before_forward(args, kwargs) if self.belongs_to(module) else None
+
+
+class _AfterForward(_ForwardHook):
+    def __call__(self, module: Module, args: tuple[Any, ...], outputs: Any) -> None:
+        if self.belongs_to(module):
+            self._replication.after_forward(outputs)
 
 
 if TYPE_CHECKING:
@@ -122,11 +155,26 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 else:
-    _TypedModule = object  # in the class made at run time, the module's own class is the other base
+    _TypedModule = object
 
 
-class Replicated(_TypedModule):
+class _AsRegistered(type):
+    """Lets ``isinstance(module, Replicated)`` say whether a module is replicated: its class does not tell."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if not isinstance(instance, Module):
+            return False
+        replication = find_replication(instance)
+        forms = (instance, getattr(instance, "_orig_mod", None))  # compiled before or after it was replicated
+        return replication is not None and any(map(replication.is_of, forms))
+
+
+class Replicated(_TypedModule, metaclass=_AsRegistered):
     """The methods that :func:`replicate` adds to a module, and the type of the module for mypy and pyright.
+
+    No object has this class: a replicated module keeps its own, and ``isinstance(module, Replicated)`` asks whether it
+    went through :func:`replicate`. If a module has a method of one of these names itself, it keeps it, and these are
+    functions for any replicated module: ``Replicated.no_sync(module)``.
 
     Type checkers see these methods and the methods of ``torch.nn.Module``; other attributes of the module's own class
     have the type ``Any``. A replicated module can be passed wherever its own class is expected. A variable that refers
@@ -140,14 +188,14 @@ class Replicated(_TypedModule):
 
         Stands for: ``DistributedDataParallel.require_backward_grad_sync``.
         """
-        _of(self).set_requires_gradient_sync(requires_gradient_sync)
+        replication_of(self, "set_requires_gradient_sync").set_requires_gradient_sync(requires_gradient_sync)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes do not synchronise; forward may run inside or outside of it.
 
         Stands for: ``DistributedDataParallel.no_sync``.
         """
-        return _rounds_of(self, "no_sync()").no_sync()
+        return replication_of(self, "no_sync").no_sync()
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket; several hooks make a chain, in the order of registration.
@@ -160,102 +208,7 @@ class Replicated(_TypedModule):
 
         Stands for: ``DistributedDataParallel.register_comm_hook``.
         """
-        _rounds_of(self, "register_comm_hook()").register_comm_hook(state, hook)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_plain(super().__reduce_ex__(protocol), type(self))
-
-
-def _of(module: Any) -> Replication:
-    return replication_of(module, "replicate")
-
-
-def _rounds_of(module: Any, what: str) -> ReducerReplication:
-    return rounds_of(module, "replicate", what)
-
-
-def _as_plain(reduced: Any, kind: type) -> Any:
-    """Return the function and arguments that make a copy, with the plain class and without lockstep's hooks."""
-    if not isinstance(reduced, tuple):
-        return reduced
-    plain = kind.__mro__[2]
-    function, args, *rest = reduced
-    if function is copyreg.__newobj__ and args[0] is kind:  # type: ignore[attr-defined]
-        function, args = (_new, (plain, *args[1:])) if args[1:] else (copyreg._reconstructor, (plain, object, None))  # type: ignore[attr-defined]
-    if rest and isinstance(rest[0], dict):
-        rest[0] = {name: _without_hooks(value) if name.endswith("hooks") else value for name, value in rest[0].items()}
-        for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
-            flags, hooks = rest[0].get(name), rest[0].get(name.partition("_hooks")[0] + "_hooks")
-            if flags and hooks is not None:
-                rest[0][name] = type(flags)((key, flag) for key, flag in flags.items() if key in hooks)
-    return (plain if function is kind else function, args, *rest)
-
-
-def _new(plain: Any, *args: Any) -> Any:
-    return plain.__new__(plain, *args)
-
-
-def _without_hooks(hooks: Any) -> Any:
-    if not isinstance(hooks, dict):
-        return hooks
-    return type(hooks)(
-        (key, hook) for key, hook in hooks.items() if not isinstance(hook, _BeforeForward | _AfterForward)
-    )
-
-
-class _BeforeForward(ModuleHook):
-    def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if self._target is None else self._target.before_forward(args, kwargs)
-
-
-class _AfterForward(ModuleHook):
-    def __call__(self, module: Module, args: tuple[Any, ...], outputs: Any) -> None:
-        if self._target is not None:
-            self._target.after_forward(outputs)
-
-
-def _attach(module: Any, replication: Replication) -> Replicated:
-    register(module, replication)
-    if not isinstance(module, Replicated):  # as a copy is of a module that was parametrized after replicating
-        module.__class__ = replicated_class(type(module))
-    module.register_forward_pre_hook(_BeforeForward(replication), with_kwargs=True, prepend=True)
-    module.register_forward_hook(_AfterForward(replication))
-    attached: Replicated = module
-    return attached
-
-
-_classes: "weakref.WeakValueDictionary[type[Module], type[Module]]" = weakref.WeakValueDictionary()
-
-
-def replicated_class(plain: Any) -> type[Module]:
-    """Return the subclass for modules of class ``plain``; it is made once."""
-    if (known := _classes.get(plain)) is not None:
-        return known
-    body: dict[str, Any] = {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    if "__deepcopy__" in dir(plain):
-        copy = plain.__deepcopy__
-
-        def __deepcopy__(self: Module, memo: dict[int, Any]) -> Any:
-            """The class's own way of copying, which may well make one of the class of ``self``."""
-            copied = copy(self, memo)
-            if type(copied) is type(self):
-                copied.__class__ = plain
-            return copied
-
-        body["__deepcopy__"] = __deepcopy__
-    initialise = plain.__init__
-
-    @functools.wraps(initialise)
-    def __init__(self: Module, *args: Any, **kwargs: Any) -> None:
-        """A module that another makes of its own class, as a slice of a Sequential is, is a plain one."""
-        if type(self) is made and find_replication(self) is None:
-            self.__class__ = plain
-        initialise(self, *args, **kwargs)
-
-    body["__init__"] = __init__
-    made: type[Module] = type(f"Replicated{plain.__name__}", (Replicated, plain), body)
-    _classes[plain] = made
-    return made
+        replication_of(self, "register_comm_hook").register_comm_hook(state, hook)
 
 
 class State:

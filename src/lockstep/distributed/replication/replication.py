@@ -6,14 +6,17 @@ first forward. At the start it compares the modules of all ranks, makes values e
 gradients. There are two subclasses: gradients are synchronised in rounds of a reducer (``reducer_replication.py``), or
 by shares (``shares/share_replication.py``).
 
-A module has no attribute with its replication, so that copies and pickles are plain: :func:`replication_of` finds it.
+No attribute of a module is its replication, so that copies and pickles are plain: :func:`replication_of` finds it.
 """
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +24,16 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
+from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.reduction.buffers import Buffer
+from lockstep.distributed.reduction.managed_parameters import Owner
 from lockstep.distributed.reduction.parameters import Contents, Selection, note_replicated
 from lockstep.distributed.replication.options import Options, input_device, move_to
 from lockstep.errors import LockstepError, NotReplicableError
 from lockstep.inner_tensors import inner_tensors
 from lockstep.phases import Phases, Statistics
+from lockstep.run_all import RunAll
 
 
 class Replication(ABC):
@@ -58,10 +64,14 @@ class Replication(ABC):
     def ready(self) -> bool:
         """True if gradients are synchronised already."""
 
-    def start_if_possible(self) -> None:
-        """Start now, unless the group or the parameters do not exist yet."""
+    def start_if_possible(self, attach: Callable[[ExitStack], object]) -> None:
+        """Call ``attach``, as :meth:`start` does, and start, unless the group or the parameters do not exist yet."""
         if resolve_group(self.options.group) is not None and not any(self._selection.without_values()):
-            self.start()
+            self.start(attach)
+        else:
+            with ExitStack() as undo:
+                attach(undo)
+                undo.pop_all()
 
     @outside_compiler
     def _start_at_forward(self) -> None:
@@ -73,51 +83,67 @@ class Replication(ABC):
     # Memory that is made in inference mode could not be written in training:
     # test_a_module_that_gets_ready_in_inference_mode_can_be_trained.
     @torch.inference_mode(False)
-    def start(self) -> None:
-        """Start: compare modules, make values equal, and begin to synchronise gradients."""
-        group = self._group_to_start_with()
-        collectives = Collectives(group, self.phases)
-        contents = Contents([], [], frozenset())
-        failure: LockstepError | None = None
-        try:
-            contents = self._selection.contents()
-        except LockstepError as error:
-            failure = error
-        agreed: Any = None
-        if self.options.init_sync:
-            try:
-                agreed = self._agree(contents, collectives, str(failure or ""))
-            except LockstepError as error:
-                if failure is not None:
-                    raise failure from error
-                raise
-        if failure is not None:
-            raise failure
-        if self.options.init_sync:
-            with self.phases.phase("make equal"):
-                buffers = contents.buffers if self.options.syncs_buffers_at_start else []
-                broadcast_values([parameter for _, parameter in contents.parameters], buffers, collectives)
-        self._synchronise(contents, collectives, agreed)
-        self._group = group
-        if self._restored is not None:
-            self.restore(self._restored)
+    def start(self, attach: Callable[[ExitStack], object] = bool) -> None:
+        """Start: compare modules, make values equal, and begin to synchronise gradients.
 
-    @abstractmethod
-    def _group_to_start_with(self) -> Group:
-        """Return the process group; raise if there is none yet, or the module cannot be replicated over it."""
-
-    @abstractmethod
-    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> Any:
-        """Compare the module with the other ranks; if this rank has an ``error``, all ranks raise it.
-
-        The result is the argument ``agreed`` of :meth:`_synchronise`.
+        ``attach`` attaches the replication to its module, and gives the argument what detaches it. If anything fails,
+        on any rank, all that has been done is undone on every rank, except that values may be rank 0's already. A rank
+        that fails takes part in all collectives until the ranks have told each other, so that none waits for it.
         """
+        with ExitStack() as undo:
+            superseded = self._start(attach, undo)
+            undo.pop_all()
+        for earlier in superseded:
+            earlier.retire()
+
+    def _start(self, attach: Callable[[ExitStack], object], undo: ExitStack) -> list[Owner]:
+        self._check_group()
+        collectives, is_compared = Collectives(self.group, self.phases), self.options.init_sync
+        steps = RunAll()  # what fails on this rank is raised when the others know of it
+        contents, lines = Contents([], [], frozenset()), list[Line]()
+        numbers, values, superseded = list[int](), Values([], []), list[Owner]()
+        with steps:
+            attach(undo)
+            contents = self._selection.contents()
+            lines, numbers = self._describe(contents, collectives)
+            buffers = contents.buffers if self.options.syncs_buffers_at_start else ()
+            values = Values.of((parameter for _, parameter in contents.parameters), buffers)
+        rows = None
+        if is_compared:
+            with steps:
+                rows = check_same_on_all_ranks(lines, collectives, numbers, steps.problem)
+        steps.end()
+        if is_compared:
+            with self.phases.phase("make equal"):
+                broadcast_values(values, collectives, steps)
+        with steps:
+            superseded = self._synchronise(contents, collectives, rows, undo)
+            undo.callback(setattr, self, "_group", None)
+            self._group = collectives.group
+            if self._restored is not None:
+                self.restore(self._restored)
+        if is_compared:
+            with steps:
+                check_same_on_all_ranks([], collectives, error=steps.problem)
+        steps.end()
+        return superseded
 
     @abstractmethod
-    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: Any) -> None:
+    def _check_group(self) -> None:
+        """Raise if there is no process group yet, or the module cannot be replicated over it."""
+
+    @abstractmethod
+    def _describe(self, contents: Contents, collectives: Collectives) -> tuple[list[Line], list[int]]:
+        """Return what must be the same on all ranks, and numbers that this rank tells the others."""
+
+    @abstractmethod
+    def _synchronise(
+        self, contents: Contents, collectives: Collectives, rows: list[list[int]] | None, undo: ExitStack
+    ) -> list[Owner]:
         """Begin to synchronise gradients; parameters and buffers have the same values on all ranks.
 
-        ``agreed`` is None if the ranks have not compared yet.
+        ``rows``: the numbers of all ranks; None if they have not compared yet. ``undo`` gets what ends it again.
+        Returns the reducers that this replication takes the place of. Communicates nothing.
         """
 
     # ------------------------------------------------------------------------------------- forward
@@ -137,13 +163,25 @@ class Replication(ABC):
 
     # ------------------------------------------------------------------------------------- methods
 
+    def is_of(self, module: object) -> bool:
+        """Return True if it is the module itself that is replicated, not one inside of it."""
+        return self._selection.module_or_none() is module
+
     @abstractmethod
     def check_rounds(self, what: str) -> None:
         """Raise :class:`OptionError`, which names ``what``, if gradients are not synchronised in rounds."""
 
     @abstractmethod
-    def set_requires_gradient_sync(self, required: bool) -> None:
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Choose whether backward passes that begin from now on synchronise."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes inside the block accumulate gradients on this rank."""
+
+    @abstractmethod
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket; several hooks make a chain."""
 
     @abstractmethod
     def accumulating(self, last: bool, weight: float | None) -> AbstractContextManager[None]:
@@ -191,28 +229,46 @@ class Replication(ABC):
         """See :func:`lockstep.distributed.load_training_state_dict`."""
 
 
+class Values(NamedTuple):
+    """The inner tensors of each parameter and buffer of a module, and a function that writes other values to it."""
+
+    inner: list[list[Tensor]]
+    writers: list[Callable[..., object]]
+
+    @classmethod
+    def of(cls, parameters: Iterable[Parameter], buffers: Iterable[Buffer]) -> "Values":
+        """Return the values of parameters and of those buffers that exist."""
+        own = [inner_tensors(parameter) for parameter in parameters]
+        present = [(inner, buffer.assign) for buffer in buffers if (inner := buffer.inner()) is not None]
+        writers = [partial(_write, targets) for targets in own]
+        return cls([*own, *(inner for inner, _ in present)], [*writers, *(assign for _, assign in present)])
+
+
+def _write(targets: Sequence[Tensor], *values: Tensor) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
 @torch.no_grad()
-def broadcast_values(
-    parameters: Sequence[Tensor], buffers: Sequence[Buffer], collectives: Collectives, source: int = 0
-) -> None:
-    """Broadcast the values of rank ``source`` in a few large tensors."""
-    targets = [each for parameter in parameters for each in inner_tensors(parameter)]
-    present = [(buffer, inner) for buffer in buffers if (inner := buffer.inner()) is not None]
-    places = [place for place, (_, inner) in enumerate(present) for _ in inner]
-    arrived: list[list[Tensor]] = [[] for _ in present]
-    tensors = [*targets, *(each for _, inner in present for each in inner)]
-    for number, value in collectives.broadcast_coalesced(tensors, "initial values", source):
-        if collectives.rank == source:
-            continue
-        if number < len(targets):
-            targets[number].copy_(value)
-            continue
-        place = places[number - len(targets)]
-        arrived[place].append(value)
-        buffer, inner = present[place]
-        if len(arrived[place]) == len(inner):
-            buffer.assign(*arrived[place])
-            arrived[place].clear()
+def broadcast_values(values: Values, collectives: Collectives, steps: RunAll, source: int = 0) -> None:
+    """Broadcast the values of rank ``source`` in a few large tensors; ``steps`` gets errors of writing them."""
+    places = [place for place, inner in enumerate(values.inner) for _ in inner]
+    arrived: dict[int, dict[int, Tensor]] = defaultdict(dict)
+    try:
+        tensors = list(chain.from_iterable(values.inner))
+        for number, value in collectives.broadcast_coalesced(tensors, "initial values", source):
+            if collectives.rank == source:
+                continue
+            place = places[number]
+            arrived[place][number] = value
+            if len(arrived[place]) == len(values.inner[place]):
+                with steps:  # inner tensors arrive by dtype, and are numbered in the order of the parameter
+                    values.writers[place](*(value for _, value in sorted(arrived.pop(place).items())))
+    except LockstepError:
+        raise
+    except BaseException as error:
+        collectives.lose(f"it could not take its part in a broadcast: {error!r}")
+        raise
 
 
 # ----------------------------------------------------------------------------- which module has which
@@ -220,10 +276,19 @@ def broadcast_values(
 _replications: "weakref.WeakKeyDictionary[Module, weakref.ref[Replication]]" = weakref.WeakKeyDictionary()
 
 
-def register(module: Module, replication: Replication) -> None:
-    """Register the replication of a module or wrapper. The module keeps it alive, since it may refer to the module."""
-    _replications[module] = weakref.ref(replication)
-    note_replicated(module)
+def register(module: Module, replication: Replication, undo: ExitStack) -> None:
+    """Register the replication of a module or wrapper, until ``undo``. The module keeps it alive, since it may refer to
+    the module."""
+    undo.callback(_set_replication, module, _replications.get(module))
+    _set_replication(module, weakref.ref(replication))
+    note_replicated(module, undo)
+
+
+def _set_replication(module: Module, link: "weakref.ref[Replication] | None") -> None:
+    if link is None:
+        _replications.pop(module, None)
+    else:
+        _replications[module] = link
 
 
 def find_replication(module: Module) -> Replication | None:
