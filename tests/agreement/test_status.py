@@ -9,7 +9,15 @@ import random
 import pytest
 import torch
 
-from lockstep.distributed.reduction.status import DIGEST_BYTES, Part, Report, ReportLayout, Status
+from lockstep.distributed.reduction.status import (
+    DIGEST_BYTES,
+    MOST_STEPS,
+    UNKNOWN_STEPS,
+    Part,
+    Report,
+    ReportLayout,
+    Status,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -18,7 +26,7 @@ every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
 FLAGS = ("stops", "ends", "changed", "drifted", "weighted")
 ALL_FLAGS = dict.fromkeys(FLAGS, True)
 SOMETHING_ELSE = Status(
-    2**64 - 1, 2**64 - 1, Part.FAILED, **ALL_FLAGS, called=15, through=257, unused_forwards=9, weight=7.0
+    2**64 - 1, 2**64 - 1, Part.FAILED, **ALL_FLAGS, called=15, through=257, unused_forwards=9, steps=3, weight=7.0
 )
 ODD_WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 5e-324, 1.7976931348623157e308, 2.0**53 - 1, 123456789.123, -1e-300, math.inf]
 
@@ -106,6 +114,7 @@ def test_numbers_arrive_bit_for_bit(dtype):
             called=numbers.randrange(16),
             through=numbers.choice(small),
             unused_forwards=numbers.choice(small),
+            steps=numbers.choice([0, 1, MOST_STEPS, UNKNOWN_STEPS]),
             weight=weight,
         )
         for weight in weights
@@ -125,7 +134,7 @@ def test_numbers_that_differ_are_told_apart(dtype, difference):
 @every_dtype
 @every_world
 def test_ranks_that_say_the_same_are_all_heard_if_it_has_consequences(dtype, world):
-    usual = Status(3, 4, called=1, through=2, unused_forwards=1)
+    usual = Status(3, 4, called=1, through=2, unused_forwards=1, steps=1)
     for changes in [*({"part": part} for part in Part), *({flag: True} for flag in FLAGS)]:
         status = usual._replace(**changes)
         report, _ = exchange(dtype, [([1, 1, 1], [], status)] * world)
@@ -224,3 +233,5 @@ def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
     assert told(weighted, weighted).statuses == [weighted[2]] * 2
     assert told(usual(13), usual(13)) == Report(None)
     assert told(usual(14), usual(14, unused_forwards=1)).statuses[1].unused_forwards == 1
+    assert told(usual(15, steps=1), usual(15, steps=1)) == Report(None)
+    assert [status.steps for status in told(usual(16, steps=1), usual(16, steps=0)).statuses] == [1, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.reduction.status import Called, Part, Report, Status
+from lockstep.distributed.reduction.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
 from lockstep.distributed.reduction.verdict import LoopVerdict, Refusal, Verdict, judge, judge_loops
 from lockstep.errors import OptionError, PeerError
 
@@ -97,11 +97,26 @@ def summary_of(verdict):
             0,
             "since the one before, rank 0 has left out 16 forwards, rank 1 2 forwards (in training mode",
         ),
+        # Optimizers have made other numbers of steps.
+        (
+            [says(steps=1), says(steps=0), says(steps=1)],
+            2,
+            "rank 2: ranks 1 and 0 are not in the same step of the training: since their last synchronised backward "
+            "(number 4), optimizers have made no steps on this module's parameters on rank 1, and 1 step on rank 0. "
+            "Rank 1 has run one backward more, or one step less, and gradients of different steps would be mixed. "
+            f"{NOT_HANDED_OUT}. Let every rank run the same backward passes and steps; put a backward that is for one "
+            "rank alone under no_sync(), or take its gradients with torch.autograd.grad. If weights may differ by now, "
+            "check_in_sync() tells",
+        ),
+        ([says(steps=1), says(steps=2)], 0, "1 step on this module's parameters on rank 0, and 2 steps on rank 1. Ra"),
+        ([says(steps=MOST_STEPS), says(steps=7)], 0, "7 steps on this module's parameters on rank 1, and at least 254"),
+        ([says(steps=3), PADDING], 0, "no steps on this module's parameters on rank 1, and 3 steps on rank 0"),
         # The first rule that finds something speaks.
         ([says(batch=0, round=4), says(Part.FAILED, batch=1)], 0, "rank 0: backward failed on rank 1 in round 4;"),
         ([says(batch=0), says(batch=1, round=6)], 0, "but rank 1 is 1 ahead: ranks have not run the same number"),
         ([through(TRAINING, batch=0), through(OTHERWISE, batch=1)], 0, "rank 0: rank 1 is 1 ahead of this rank"),
         ([weighs(1), through(OTHERWISE)], 0, "rank 0: ranks 0 and 1 are not in the same backward pass"),
+        ([through(TRAINING), through(OTHERWISE, steps=1)], 0, "ranks 0 and 1 are not in the same backward pass"),
         ([through(TRAINING), through(OTHERWISE, part=Part.SKIPS)], 0, "ranks 0 and 1 are not in the same backward"),
     ],
 )
@@ -126,6 +141,9 @@ def test_ranks_that_cannot_reduce_together(statuses, rank, words):
         [through(TRAINING, 1, 1), through(TRAINING, 2, 0)],  # a term of the loss that was left out
         [through(OTHERWISE, 0, 1), through(OTHERWISE, 0, 0)],
         [through(TRAINING, 1, 1, weighted=True), through(TRAINING, 1, 0, weighted=True)],
+        [says(steps=2), says(steps=2)],
+        [says(steps=2), says(steps=UNKNOWN_STEPS), says(Part.PADDING, steps=2)],
+        [says(steps=UNKNOWN_STEPS), says(steps=UNKNOWN_STEPS)],
     ],
     ids=str,
 )

@@ -61,10 +61,14 @@ def test_what_is_told_of_it():
     failure = stalled(BUSY, [WAITS, BUSY], WAITS, 61.2, "20 times the median step of 0.1 s, at least 60 s")
     assert (failure.kind, failure.rank, failure.step, failure.phase) == (Kind.STALLED, 1, 7, "data")
     assert failure.summary == (
-        "rank 1 makes no progress at step 7, in data: rank 0 has waited 61 s for it, longer than the limit (20 times "
-        "the median step of 0.1 s, at least 60 s). Its process 101 is alive, and has been in data for 61 s"
+        "rank 1 makes no progress after step 7, in data: rank 0 has waited 61 s for it, longer than the limit (20 "
+        "times the median step of 0.1 s, at least 60 s). Its process 101 is alive, and has been in data for 61 s"
     )
-    assert "rank 0: step 7, waits in all_reduce, bucket 0" in failure.stacks
+    assert "rank 0: after step 7, waits in all_reduce, bucket 0" in failure.stacks
+    waits, busy = (dataclasses.replace(each, in_batches=True) for each in (WAITS, BUSY))
+    failure = stalled(busy, [waits, busy], waits, 61.2, "the limit")
+    assert failure.summary.startswith("rank 1 makes no progress at step 7, in data: ")
+    assert "rank 0: at step 7, waits in all_reduce, bucket 0" in failure.stacks
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def test_what_is_written_can_be_read(progress):
     assert (seen.run, seen.rank, seen.world, seen.pid) == ("digits", 1, 3, os.getpid())
     assert (seen.step, seen.phase) == (7, "backward")
     assert seen.started < before < seen.changed < time.monotonic()
-    assert seen.describe() == "rank 1, at step 7 in backward"
+    assert seen.describe() == "rank 1, after step 7, in backward"
+    progress.begin_batch()
+    assert read()[0].describe() == "rank 1, at step 8, in backward"
 
 
 def test_a_rank_that_waits_says_what_for(progress):
@@ -50,6 +52,8 @@ def test_a_rank_that_waits_says_what_for(progress):
     assert seen.waits_for == "all_reduce, bucket 3"
     assert seen.describe() == "rank 1, before its first step, in start-up, waiting for all_reduce, bucket 3"
     assert read()[0].waits_for == ""
+    progress.current_phase = Phase.FORWARD
+    assert read()[0].describe() == "rank 1, in forward"  # steps may not be counted
 
 
 def test_phases_are_nested_and_may_have_any_name(progress):
@@ -139,5 +143,5 @@ def page_after_a_kill(rank):
 
 def test_a_page_outlives_its_process():
     outcomes = run_processes(2, page_after_a_kill, errors=True)
-    assert outcomes[0].result == "rank 1, at step 12 in optimizer"
+    assert outcomes[0].result == "rank 1, after step 12, in optimizer"
     assert outcomes[1].returncode == -9

@@ -58,7 +58,7 @@ class CrashLoops:
         told = ranks.tell(
             {
                 "same": {"give_up_after": give_up_after, "skip_poison": leaves_out},
-                "failures": [[each.step, each.rank, each.describe()] for each in failures],
+                "failures": [[each.step, each.rank, each.in_batches, each.describe()] for each in failures],
                 "left out": [[each.step, each.batch] for each in events if each.what == history.LEFT_OUT],
             },
             "how often a step has failed",
@@ -78,8 +78,9 @@ class CrashLoops:
                 each.leave_out(epoch, number)
         if self._give_up_after is None or len(self._failures) < self._give_up_after:
             return None
-        failed_at, rank, _ = self._failures[0]
-        batch = self._find(failed_at, failed_at - step - 1, rank)
+        failed_at, rank, in_batches, _ = self._failures[0]
+        # An optimizer may make a step in every N-th batch only.
+        batch = self._find(failed_at, failed_at - step - 1, rank) if in_batches else None
         before = [batch[1:] for batch in self._left_out if batch[0] == failed_at]
         if not self._leaves_out or before or batch is None:
             raise self._error(failed_at, batch, before)

@@ -29,6 +29,9 @@ class Event:
     why: str = ""
     batch: tuple[int, int] | None = None
     """The epoch and the number of the batch that is left out."""
+    in_batches: bool = True
+    """True if the step at which the rank failed is the number of its batch, in a loop over ``batches()``; False if it
+    is the number of steps that the optimizer had made."""
 
     def describe(self) -> str:
         """Return the event in one line."""
@@ -36,7 +39,7 @@ class Event:
             return f"{self.time}  {self.ranks} ranks began after step {self.step or 0}"
         if self.what == LEFT_OUT:
             return f"{self.time}  {self.why}"
-        where = f" at step {self.step}" if self.step else ""
+        where = f" {'at' if self.in_batches else 'after'} step {self.step}" if self.step else ""
         return f"{self.time}  rank {self.rank} failed{where}: {self.why}"
 
 

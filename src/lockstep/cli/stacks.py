@@ -71,13 +71,9 @@ def _show(pid: int, ranks: list[RunningRank], seconds: float) -> bool:
 def _heading(rank: RunningRank) -> Iterator[str]:
     seen, now = rank.snapshot, time.monotonic()
     yield f"run {seen.run}, rank {seen.rank} of {seen.world}, process {rank.pid}"
-    yield f"  {_place(seen)}, for {_duration(now - seen.changed)}; running for {_duration(now - seen.started)}"
+    yield f"  {seen.where}, for {_duration(now - seen.changed)}; running for {_duration(now - seen.started)}"
     if seen.waits_for:
         yield f"  waiting for {seen.waits_for}, for {_duration(now - seen.waits_since)}"
-
-
-def _place(seen: Snapshot) -> str:
-    return f"step {seen.step}, {seen.phase}" if seen.step else f"before the first step, {seen.phase}"
 
 
 def _stacks(stacks: Stacks, training: dict[int, int]) -> Iterator[str]:

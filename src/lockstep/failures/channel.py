@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep import network
@@ -175,7 +176,7 @@ class FailureChannel:
         if self.left and time.monotonic() > max(since, self._left_at) + LEFT_SECONDS:
             gone = min((rank for rank in self.left if rank in ranks and rank != self.rank), default=None)
             if gone is not None:
-                self.report(self.left[gone])
+                self.report(self._missed(self.left[gone]))
                 self.check()
 
     def error(self) -> PeerFailure:
@@ -195,7 +196,7 @@ class FailureChannel:
             while self.failure is None and not self.left and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
         if self.failure is None and self.left and not isinstance(error, PeerFailure):
-            self.report(self.left[min(self.left)])
+            self.report(self._missed(self.left[min(self.left)]))
         return self.error() if self.failure is not None else None
 
     def when_failed(self, callback: Callable[[Failure], object]) -> None:
@@ -234,13 +235,23 @@ class FailureChannel:
         """Call ``handler`` with each message of a kind, from the channel's thread."""
         self._handlers[kind] = handler
 
+    def _missed(self, left: Failure) -> Failure:
+        """Return what is wrong if a rank has ``left`` and this one still needs it: how far both have come."""
+        own = self.progress.read()
+        if not (left.step or own.step):
+            return left
+        counted = "batches begun" if own.in_batches else "optimizer steps made"
+        how_far = f"{counted} are {left.step} on rank {left.rank} and {own.step} on rank {own.rank}, in {own.phase} now"
+        return replace(left, what="; ".join(filter(None, (how_far, left.what))))
+
     # ------------------------------------------------------------------------------------------ the end
 
     def announce_end(self, closed: bool = True) -> None:
         """Tell the others that this rank is done, in good order or after a failure; ``closed``: not because its program
         has ended without closing its session."""
         kind, why = (Kind.LEFT, "") if closed else (Kind.UNCLOSED, UNKNOWN_END)
-        left = Failure(self.rank, kind, self.progress.step, "tear-down", why)
+        progress = self.progress
+        left = Failure(self.rank, kind, progress.step, "tear-down", why, in_batches=progress.in_batches)
         self.left[self.rank] = left
         self.tell("left", failure=left)
 
@@ -315,7 +326,7 @@ class FailureChannel:
         place, page = self.places.get(rank), self.pages.get(rank)
         if page is not None:
             seen = page.read()
-            self.report(Failure(rank, Kind.ENDED, seen.step, seen.phase))
+            self.report(Failure(rank, Kind.ENDED, seen.step, seen.phase, in_batches=seen.in_batches))
         elif place is None:
             self.report(Failure(rank, Kind.ENDED, 0, "start-up"))
         elif place.host == self.places[self.rank].host:
@@ -328,7 +339,7 @@ class FailureChannel:
         else:
             if len(self.ranks_with(rank)) > 1:
                 self._known.wait(HEARSAY_SECONDS)
-            what = f"on another host, {place.name}, while rank {self.rank} was {self._where()}"
+            what = f"on another host, {place.name}, while rank {self.rank} was {self.progress.read().where}"
             self.report(Failure(rank, Kind.ENDED, None, "", what))
 
     @property
@@ -357,11 +368,6 @@ class FailureChannel:
     def _report_silence(self, rank: int, gist: str = "") -> None:
         silence = f"has heard nothing from {self.places[rank].name} for {self.link_timeout:g} s{gist}"
         self.report(self.hosts.failure(rank, f"rank {self.rank} {silence}"))
-
-    def _where(self) -> str:
-        """Return how far this rank is, in words."""
-        seen = self.progress.read()
-        return f"at step {seen.step}, in {seen.phase}" if seen.step else f"in {seen.phase}"
 
     def _look(self) -> None:
         if not self._known.is_set():

@@ -14,7 +14,7 @@ from traceback import format_exception, format_exception_only
 from typing import Any
 
 from lockstep.errors import CommunicationError, PeerError, PeerFailure, StalledError
-from lockstep.failures.progress import Phase, phase_of
+from lockstep.failures.progress import Snapshot, phase_of, where
 from lockstep.store import BoundedStore, StoreLostError
 from lockstep.texts import LONGEST_HEADLINE, shortened
 
@@ -51,13 +51,15 @@ class Failure:
     rank: int
     kind: Kind
     step: int | None
-    """Number of batches that it had begun; 0 before the first, None if unknown."""
+    """The step in which it was (:attr:`Snapshot.step`); 0 before the first, None if unknown."""
     phase: str
     what: str = ""
     """The exception's type and message; for other kinds, further details."""
     traceback: str | None = None
     stacks: str | None = None
     """The stacks of its threads, if they could be obtained."""
+    in_batches: bool = False
+    """What ``step`` counts, as :attr:`Snapshot.in_batches` says."""
 
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> "Failure":
@@ -75,13 +77,8 @@ class Failure:
         if self.kind is Kind.ABSENT:
             return "to meet the others"
         if self.kind in (Kind.LEFT, Kind.UNCLOSED):
-            return f"after step {self.step}"
-        if self.step is None:
-            return ""
-        if not self.step and self.phase == Phase.TRAINING:  # steps are not counted
-            return f"in {self.phase}"
-        where = f"at step {self.step}" if self.step else "before its first step"
-        return f"{where}, in {self.phase}" if self.phase else where
+            return where(self.step, False, "")
+        return where(self.step, self.in_batches, self.phase)
 
     def error(self, here: int) -> PeerFailure:
         """Return the error to raise on rank ``here``, which may be the failed rank itself if the others gave it up."""
@@ -173,17 +170,18 @@ def _unpacked(text: str) -> Failure:
     return Failure.of_fields(json.loads(text))
 
 
-def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Failure:
-    """Return the failure of this rank, whose training an exception has left.
+def of_exception(error: BaseException, seen: Snapshot) -> Failure:
+    """Return the failure of this rank, whose training an exception has left, and whose progress was ``seen``.
 
-    ``phase`` is the rank's phase as far as it was recorded; the traceback may show a more precise one.
+    The traceback may show a more precise phase than the one that was recorded.
     """
     first = origin(error)
     what = _headline(first)
     if first is not error:
         what += f" (and while that was handled: {_headline(error)})"
     text = shortened("".join(format_exception(error)).rstrip(), LONGEST_TRACEBACK)
-    return Failure(rank, Kind.RAISED, step, phase_of(first.__traceback__, phase), what, text)
+    phase = phase_of(first.__traceback__, seen.phase)
+    return Failure(seen.rank, Kind.RAISED, seen.step, phase, what, text, in_batches=seen.in_batches)
 
 
 def origin(error: BaseException) -> BaseException:

@@ -58,7 +58,8 @@ class Snapshot:
     rank: int
     world: int
     step: int
-    """Number of batches that have been begun; 0 before the first."""
+    """Number of batches that have been begun, or of steps that the optimizer has made (:attr:`in_batches`); 0 before
+    the first, and if neither is counted."""
     phase: str
     started: float
     changed: float
@@ -66,21 +67,38 @@ class Snapshot:
     waits_for: str
     """The collective of this library in which the rank waits for others; empty if it does not wait."""
     waits_since: float
+    in_batches: bool = False
+    """True if :attr:`step` is the number of the batch that has been begun last, in a loop over ``batches()``; False if
+    it is the number of steps that the optimizer has made."""
+
+    @property
+    def where(self) -> str:
+        """The step and the phase in words: see :func:`where`."""
+        return where(self.step, self.in_batches, self.phase)
 
     def describe(self) -> str:
-        """Return rank, step and phase in words: ``rank 1, at step 12 in forward``."""
-        where = f"at step {self.step} in {self.phase}" if self.step else f"before its first step, in {self.phase}"
-        return f"rank {self.rank}, {where}" + (f", waiting for {self.waits_for}" if self.waits_for else "")
+        """Return rank, step and phase in words: ``rank 1, at step 12, in forward``."""
+        return f"rank {self.rank}, {self.where}" + (f", waiting for {self.waits_for}" if self.waits_for else "")
+
+
+def where(step: int | None, in_batches: bool, phase: str) -> str:
+    """Return in words where a rank is: at a step that it has begun, or after one that it has made.
+
+    A rank whose ``step`` is 0 may be in its first step, or may not count them.
+    """
+    first = "before its first step" if phase == Phase.START_UP else ""
+    place = f"{'at' if in_batches else 'after'} step {step}" if step else first
+    return ", ".join(filter(None, (place, phase and f"in {phase}")))
 
 
 _PAGE = mmap.PAGESIZE
 _MAGIC = int.from_bytes(b"lockstep", "little")
-_VERSION = 1
-_NUMBERS = struct.Struct("<7Q3d")  # all words, in the order below
+_VERSION = 2
+_NUMBERS = struct.Struct("<7Q3dQ")  # all words, in the order below
 _RUN, _PHASE, _WAITS_FOR, _END = 128, 192, 224, 384  # byte offsets of texts, which end with a zero
 # Numbers of words of eight bytes; each is written by one store.
 _MAGIC_AT, _VERSION_AT, _PID_AT, _THREAD_AT, _RANK_AT, _WORLD_AT, _STEP_AT = range(7)
-_STARTED_AT, _CHANGED_AT, _WAITS_SINCE_AT = range(7, 10)
+_STARTED_AT, _CHANGED_AT, _WAITS_SINCE_AT, _IN_BATCHES_AT = range(7, 11)
 
 
 class Progress:
@@ -102,7 +120,7 @@ class Progress:
         self._use(memoryview(bytearray(_PAGE)))
         now = time.monotonic()
         _NUMBERS.pack_into(
-            self._bytes, 0, _MAGIC, _VERSION, os.getpid(), threading.get_ident(), rank, world, 0, now, now, 0.0
+            self._bytes, 0, _MAGIC, _VERSION, os.getpid(), threading.get_ident(), rank, world, 0, now, now, 0.0, 0
         )
         self._bytes[_RUN:_PHASE] = _padded(run, _PHASE - _RUN)
         self.current_phase = Phase.START_UP
@@ -115,7 +133,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The number of batches that have been begun."""
+        """The number of batches that have been begun, or of steps that the optimizer has made (:attr:`in_batches`)."""
         return self._words[_STEP_AT]
 
     @step.setter
@@ -125,12 +143,22 @@ class Progress:
 
     @property
     def steps_made(self) -> int:
-        """The number of batches that this process has begun, without those before the step that it has resumed at."""
+        """The steps of this process, counted as :attr:`step` is, without those before it resumed."""
         return max(0, self.step - self._resumed_at)
 
     def resume_at(self, step: int) -> None:
         """Go on from a step of an earlier process."""
         self.step = self._resumed_at = step
+
+    @property
+    def in_batches(self) -> bool:
+        """True if batches have been counted: steps of the optimizer do not count any more."""
+        return bool(self._words[_IN_BATCHES_AT])
+
+    def begin_batch(self) -> None:
+        """Count a batch."""
+        self._words[_IN_BATCHES_AT] = 1
+        self.step += 1
 
     @property
     def current_phase(self) -> str:
@@ -258,7 +286,8 @@ def _is_own(page: Page, pid: int) -> bool:
 def _read(page: bytes) -> Snapshot:
     if len(page) < _END:
         raise InspectionError("this page of a process's progress is not written yet")
-    magic, version, pid, thread, rank, world, step, started, changed, waits_since = _NUMBERS.unpack_from(page)
+    magic, version, pid, thread, rank, world, step, *times, in_batches = _NUMBERS.unpack_from(page)
+    started, changed, waits_since = times
     if (magic, version) != (_MAGIC, _VERSION):
         raise InspectionError(
             f"this page of a process's progress is of format {version}, and this lockstep reads format {_VERSION}; "
@@ -266,7 +295,9 @@ def _read(page: bytes) -> Snapshot:
         )
     waits_for = _text(page[_WAITS_FOR:_END]) if waits_since else ""
     run, phase = _text(page[_RUN:_PHASE]), _text(page[_PHASE:_WAITS_FOR])
-    return Snapshot(run, pid, thread, rank, world, step, phase, started, changed, waits_for, waits_since)
+    return Snapshot(
+        run, pid, thread, rank, world, step, phase, started, changed, waits_for, waits_since, bool(in_batches)
+    )
 
 
 @functools.lru_cache(256)

@@ -26,7 +26,7 @@ from lockstep.errors import InspectionError, OptionError
 from lockstep.failures import proc
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind
-from lockstep.failures.progress import PHASES_OF_A_STEP, Snapshot, phase_of_files
+from lockstep.failures.progress import PHASES_OF_A_STEP, Snapshot, phase_of_files, where
 from lockstep.failures.stacks import Frame, Thread, ask, own_stack
 
 FIRST_STEPS = 5
@@ -157,7 +157,7 @@ class Answer:
     rank: int
     pid: int = 0
     step: int | None = None
-    """Number of batches that it had begun; None if unknown."""
+    """See :attr:`Snapshot.step`; None if unknown."""
     phase: str = ""
     """Empty if unknown."""
     idle: float = 0.0
@@ -176,11 +176,14 @@ class Answer:
     """The innermost frames of the thread that trains."""
     place: str = ""
     """The innermost line of the program's own code that it is at."""
+    in_batches: bool = False
+    """See :attr:`Snapshot.in_batches`."""
 
     @classmethod
     def of(cls, seen: Snapshot, thread: Thread | None, now: float, **more: Any) -> "Answer":
         """Make an answer from a page of progress, and the stack of the thread that trains, if there is one."""
         idle = now - seen.changed
+        more["in_batches"] = seen.in_batches
         if thread is None:
             return cls(seen.rank, seen.pid, seen.step, seen.phase, idle, seen.waits_for, **more)
         phase = phase_of_files((frame.file for frame in thread.frames), seen.phase)
@@ -195,7 +198,8 @@ class Answer:
         if self.step is None:
             return f"rank {self.rank}: not known; it does not answer"
         what = f"waits in {self.waits_for}" if self.waits_for else f"is in {self.phase}"
-        return f"rank {self.rank}: step {self.step}, {what}" + (f", called from {self.place}" if self.place else "")
+        called = f"called from {self.place}" if self.place else ""
+        return f"rank {self.rank}: " + ", ".join(filter(None, (where(self.step, self.in_batches, ""), what, called)))
 
 
 def late(answers: Sequence[Answer], waited: float) -> Answer | None:
@@ -259,7 +263,7 @@ def _failure(found: Answer, answers: Sequence[Answer], what: str) -> Failure:
     if calls and {each.waits_for for each in answers} != calls:
         call = min(calls)
         what += f". Call {call} on every rank, not under `if run.is_main`"
-    return Failure(found.rank, kind, found.step, found.phase, what, stacks=stacks)
+    return Failure(found.rank, kind, found.step, found.phase, what, stacks=stacks, in_batches=found.in_batches)
 
 
 def _condition(found: Answer) -> str:

@@ -175,13 +175,14 @@ class RunState:
     def _note(self, folder: Path, what: str, step: int | None, **more: Any) -> None:
         history.note(folder, history.Event(what, self._start, history.now(), step, self._group.size(), **more))
 
-    def note_failure(self, rank: int, step: int | None, why: str) -> None:
-        """Write to the histories which rank has failed."""
+    def note_failure(self, rank: int, step: int | None, in_batches: bool, why: str) -> None:
+        """Write to the histories which rank has failed, and at which step, counted in batches or in steps of the
+        optimizer."""
         for known in self._paths.values():
             if known.noted and known.snapshots is not None:
                 folder = known.snapshots.memory.folder
                 with contextlib.suppress(OSError):
-                    self._note(folder, history.FAILED, step, rank=rank, why=why)
+                    self._note(folder, history.FAILED, step, rank=rank, why=why, in_batches=in_batches)
 
     def end(self, error: BaseException | None) -> None:
         """Wait for a save in flight, and raise its error if it has failed; after an error of the session, give it

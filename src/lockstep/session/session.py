@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import Dataset, Subset
 
 from lockstep import loop
@@ -29,6 +28,7 @@ from lockstep.seeds import derive_seed
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.run_state import RunState
 from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
+from lockstep.session.step_counter import StepCounter
 from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
 from lockstep.wrapper import naming_options
 
@@ -64,7 +64,8 @@ class CountedBatches(loop.Batches[T]):
             except StopIteration:
                 progress.current_phase = before
                 return
-            progress.step += trains
+            if trains:
+                progress.begin_batch()
             progress.current_phase = before
             yield batch
 
@@ -101,11 +102,7 @@ class Session:
         self._requests = StopRequests(options.time_limit, f"rank {self.rank}", options.stop_signals)
         self._decisions: Decisions | None = None
         self._state = RunState(self.group, self.check, options.timeout)
-        enter = self._watch.enter
-        self._hooks = (
-            register_optimizer_step_pre_hook(lambda *_: enter(Phase.OPTIMIZER)),
-            register_optimizer_step_post_hook(lambda *_: enter(Phase.TRAINING)),
-        )
+        self._steps = StepCounter(self.progress, self._watch.enter)
         self.progress.current_phase = Phase.TRAINING
         self._watch.end_with_the_program(self.end)
 
@@ -119,7 +116,15 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The number of batches that this rank has begun."""
+        """The number of batches that this rank has begun in loops over :meth:`batches`; without such loops, the number
+        of steps that its optimizer has made.
+
+        A resumed run counts on from the step of its checkpoint. Of several optimizers the one that has made most steps
+        counts, and one that is used later begins with the step at which the run is then. Optimizers are those of
+        ``torch.optim``, and classes derived from ``torch.optim.Optimizer``, that have a parameter of a replicated
+        module (if there is no such module: all). A step that ``GradScaler`` leaves out does not count, because it is
+        not called.
+        """
         return self.progress.step
 
     def check(self) -> None:
@@ -268,7 +273,7 @@ class Session:
         with self.phase(Phase.CHECKPOINT):
             found = self._state.resume(Path(path), self._generators() | state, give_up_after, skip_poison=skip_poison)
         if found is not None and found.step is not None:
-            self.progress.resume_at(found.step)
+            self._steps.go_on_from(found.step)
         return found
 
     def _generators(self) -> dict[str, Any]:
@@ -288,8 +293,7 @@ class Session:
             self.progress.current_phase = Phase.TEAR_DOWN
         stopped = self._decisions is not None and self._decisions.should_stop
         self._requests.end()
-        for hook in self._hooks:
-            hook.remove()
+        self._steps.close()
         try:
             self._watch.end(error, self._release)
         except BaseException as told:
@@ -304,9 +308,10 @@ class Session:
         """Write to the run's history the rank that failed first, as far as this rank knows."""
         peer = peer_failure_in(error)
         if peer is not None:
-            self._state.note_failure(peer.rank, peer.step, peer.reason)
+            self._state.note_failure(peer.rank, peer.step, self.progress.in_batches, peer.reason)
         elif isinstance(error, Exception):
-            self._state.note_failure(self.rank, self.step, f"{type(error).__name__}: {error}".splitlines()[0])
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._state.note_failure(self.rank, self.step, self.progress.in_batches, why)
 
     def _release(self) -> None:
         self._decisions = None

@@ -41,6 +41,7 @@ from lockstep.failures.stall import StallLimits, StallWatch
 from lockstep.network import host_identity
 from lockstep.phases import Phases
 from lockstep.session.environment import LAUNCHERS
+from lockstep.session.step_counter import StepCounter
 
 END_SECONDS = 600.0
 """Seconds that a rank that is done waits for the others, to hear of their failures."""
@@ -95,6 +96,11 @@ class Watch:
         """
         assert self.channel is not None
         self._stalls = StallWatch(self.channel, limits, lambda: _begun(group()))
+
+    def count_steps(self) -> None:
+        """Count the steps of the program's optimizers in this rank's page of progress, until the watch ends."""
+        assert self.channel is not None
+        self._resources.callback(StepCounter(self.channel.progress, self.enter).close)
 
     def end_with_the_program(self, end: Callable[[BaseException | None], object]) -> None:
         """Call ``end``, with the exception or None, when the program ends, unless the watch was ended before.
@@ -180,7 +186,7 @@ class Watch:
         is_orderly = isinstance(error, SystemExit) and error.code in (None, 0)
         if is_orderly and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
             return None
-        own = of_exception(error, channel.rank, channel.progress.step, channel.progress.current_phase)
+        own = of_exception(error, channel.progress.read())
         if not follows_from_another(error):
             channel.report(own)
             return None
@@ -261,6 +267,7 @@ def watch(
     limits = StallLimits(stall_factor, stall_minimum, END_SECONDS) if stall_factor is not None else None
     with resources:
         this = watch_over(group, store, progress, END_SECONDS, link_timeout, limits, resources)
+    this.count_steps()
     this.end_with_the_program(this.end)
     return this
 

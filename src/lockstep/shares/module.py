@@ -13,6 +13,7 @@ from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.parameters import Selection
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
+from lockstep.optimizer_steps import has_any
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.share_agreement import Agreement, Members
 from lockstep.shares.share_buffers import ShareBuffers, Versions
@@ -127,7 +128,7 @@ class ShareModule:
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
         """Return True if an optimizer has one of the module's parameters."""
-        return any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"])
+        return has_any(optimizer, self._own)
 
     # ------------------------------------------------------------------------- the phases of a step
 

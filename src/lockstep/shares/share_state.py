@@ -8,18 +8,16 @@ ends: then gradients are put together. One that is left in between is aborted: i
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.compiler import outside_compiler
-from lockstep.distributed.comm.collectives import Collectives, Group, Pending, shared_object, shared_objects, state_of
+from lockstep.distributed.comm.collectives import Collectives, Group, Pending, shared_object, state_of
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
+from lockstep.optimizer_steps import observe_steps
 from lockstep.phases import Phases
 from lockstep.seeds import derive_seed
 from lockstep.shares.module import ShareModule
@@ -50,6 +48,7 @@ class ShareWorld:
         self._collectives: Collectives | None = None
         self._decisions = None if group is None else decisions_of(group)
         self._state = state_of(group)
+        observe_steps(self)
 
     @property
     def joined(self) -> int:
@@ -173,10 +172,15 @@ class ShareWorld:
             with suppress(CommunicationError):
                 self._send_flags(range(self.joined), _FAILED)
 
-    def check_before_optimizer(self, optimizer: Optimizer) -> None:
+    def has_parameter_of(self, optimizer: Optimizer) -> bool | None:
+        """Return True if an optimizer has a parameter of any of the modules; None if there are no modules."""
+        found = [each.has_parameter_of(optimizer) for each in self.modules]
+        return any(found) if found else None
+
+    def step_begins(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer's step would use gradients of a step that is not finished."""
         step = self.step or self._broken
-        if step is None or not any(each.has_parameter_of(optimizer) for each in self.modules):
+        if step is None or not self.has_parameter_of(optimizer):
             return
         if self.step is not None:
             where = "between its shares" if self.share is None else f"inside of its share {self.share}"
@@ -190,25 +194,16 @@ class ShareWorld:
             "leave out the optimizer's step, too"
         )
 
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Do nothing."""
+
 
 # -------------------------------------------------------------------------------- which group has which
 
 
 def world_of(group: Group | None) -> ShareWorld:
     """Return the world of a group: one per process, for as long as something refers to it."""
-    _check_before_optimizers()
     return shared_object(ShareWorld, group)
-
-
-@cache
-def _check_before_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-
-
-@outside_compiler
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for world in shared_objects(ShareWorld):
-        world.check_before_optimizer(optimizer)
 
 
 def check_shares(shares: Any, world: int | None, caller: str) -> int:

@@ -118,13 +118,6 @@ def shared_object(kind: Callable[[Any], T], group: Group | None) -> T:
         return found
 
 
-def shared_objects(kind: Callable[[Any], T]) -> list[T]:
-    """Return the objects of a class for all groups."""
-    with _lock:
-        found = [state.shared.get(kind) for state in (_without_group, *_states.values())]
-    return [each for each in found if each is not None]
-
-
 def watch_group(group: Group, watcher: Watcher) -> None:
     """Let waits for this group's collectives ask ``watcher`` for failures from now on."""
     state_of(group).watcher = watcher

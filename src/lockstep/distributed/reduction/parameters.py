@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives
@@ -49,6 +50,7 @@ from lockstep.distributed.reduction.managed_parameters import (
 )
 from lockstep.errors import AlreadyManagedError, LockstepError, NotReplicableError, OptionError
 from lockstep.inner_tensors import check_trained, inner_tensors_of
+from lockstep.optimizer_steps import has_any
 from lockstep.tensor_state import Layouts
 
 _replicated: "WeakSet[Module]" = WeakSet()
@@ -527,6 +529,10 @@ class ParameterSet:
     def tracks(self, parameter: Parameter) -> bool:
         """Return True if the parameter is one of :attr:`tracked`."""
         return self._agreed.by_id.get(id(parameter)) is parameter or self.is_added(parameter)
+
+    def has_any_of(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer has one of the parameters that the ranks have agreed on."""
+        return has_any(optimizer, self._agreed.by_id.keys())
 
     def is_added(self, parameter: Parameter) -> bool:
         """Return True if the parameter is new on this rank, and not agreed on yet."""

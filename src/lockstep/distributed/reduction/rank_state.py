@@ -28,7 +28,7 @@ from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.parameters import ParameterSet
-from lockstep.distributed.reduction.status import Part, PassLog, Status
+from lockstep.distributed.reduction.status import UNKNOWN_STEPS, Part, PassLog, Status, StepLog
 from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.dtensors import local_part
 
@@ -355,6 +355,8 @@ class RankState:
         """True if backward passes that begin from now on synchronise."""
         self.passes = PassLog()
         """What tells this rank's backward passes from those of others."""
+        self.steps = StepLog()
+        """How many steps optimizers have made since the last round."""
         self.contribution = Contribution(members.parameters, global_rank)
         """What it contributes to the next round."""
         self.padding_batch: PaddingBatch | None = None
@@ -433,9 +435,9 @@ class RankState:
             self.is_static = not self.used_at_last
             self.used_at_last = bytes(used)
 
-    def end_round(self, opened: bool) -> None:
-        """Note that a backward pass with a round is over, whether the round succeeded or failed, and whether or not it
-        has ``opened`` on this rank.
+    def end_round(self, opened: bool, applied: bool) -> None:
+        """Note that a backward pass with a round is over, whether or not the round has ``opened`` on this rank, and
+        ``applied``, if its gradients have been handed out.
 
         The contribution is dropped after a failure, too:
         test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
@@ -445,6 +447,7 @@ class RankState:
             self.padding_batch.undo()
         self.contribution.forget()
         self.passes.end_round()
+        self.steps.end_round(known=applied and self.contribution.part is not Part.JOINED)
 
     def end_pass(self, accumulated: bool) -> None:
         """Note that a backward pass without a round is over, and whether it has ``accumulated`` gradients."""
@@ -485,6 +488,7 @@ class RankState:
             own.drift.suspects,
             bool(window.weights),
             *(_NO_PASS if passive or self._skips else self.passes.summarize()),
+            self.steps.count if own.part is not Part.JOINED else UNKNOWN_STEPS,
             sum(window.weights),
         )
 

@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lockstep.distributed.comm.collectives import watchers
 from lockstep.distributed.reduction.buckets import BucketsInUse
@@ -487,7 +488,7 @@ class Reducer:
             elif failed:
                 self._members.drop_gradients()
             if failed or ended is not None:
-                self.rank_state.end_round(ended is not None)
+                self.rank_state.end_round(ended is not None, ended is not None and ended.is_applied and not failed)
             else:
                 self.rank_state.end_pass(accumulated)
             for outer in self._open_passes:  # the gradients of this pass do not belong to those
@@ -582,6 +583,10 @@ class Reducer:
     def has_in_module(self, parameter: Parameter) -> bool:
         """Return True if its module has the parameter on this rank."""
         return self._members.has(parameter)
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer has a parameter that it synchronises."""
+        return self._members.has_any_of(optimizer)
 
     def is_added(self, parameter: Parameter) -> bool:
         """Return True if the parameter is new on this rank, and not agreed on yet."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lockstep.distributed.comm.collectives import Collectives, Group, Pending, shared_object, watchers
 from lockstep.distributed.reduction.buffers import KeptBuffers
@@ -18,6 +19,7 @@ from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.replicated_modules import FAILED, SKIPPED, PassAgreement, ReplicatedModules
 from lockstep.distributed.reduction.status import Part
 from lockstep.errors import PeerError
+from lockstep.optimizer_steps import observe_steps
 from lockstep.phases import Phases
 from lockstep.run_all import RunAll
 
@@ -34,6 +36,7 @@ class GroupScheduler(PassObserver):
         self.modules: ReplicatedModules[Reducer] = ReplicatedModules(self._collectives)
         """The modules that are replicated over the group."""
         super().__init__()
+        observe_steps(self)
 
     @property
     def order(self) -> int:
@@ -167,6 +170,24 @@ class GroupScheduler(PassObserver):
             else:
                 for module in modules:
                     module.end_pass(failed=any(module is each for each in failing))
+
+    # ------------------------------------------------------------------------ an optimizer's step
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer begins a step."""
+        for module in self.modules:
+            if module.has_parameter_of(optimizer):
+                module.rank_state.steps.step_begins(optimizer)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has made a step."""
+        for module in self.modules:
+            module.rank_state.steps.step_ended(optimizer)
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool | None:
+        """Return True if an optimizer has a parameter of any of the modules; None if there are no modules."""
+        found = [module.has_parameter_of(optimizer) for module in self.modules]
+        return any(found) if found else None
 
     # --------------------------------------------------------------------- what ranks tell each other
 

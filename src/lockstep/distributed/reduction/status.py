@@ -6,7 +6,7 @@ only compared with zero::
 
     used     one for each parameter    1 if this rank contributes a gradient
     late     one for each parameter    1 if a gradient came after its bucket had left, or has no bucket
-    status   39 for each rank          the bytes of its :class:`Status`
+    status   40 for each rank          the bytes of its :class:`Status`
         digest   nine for each rank        in rounds that compare values: the kind of the values, and their digest
                                            (``values.py``)
         buffers  the rest                  small buffers (``buffers.py``)
@@ -15,12 +15,13 @@ only compared with zero::
 
 Equal numbers of backward passes are not enough to tell that ranks are in the same one: if one rank runs an extra
 backward through a part of the module, or skips a batch after its forward, the ranks' rounds still pair up. So each
-rank's status says what its :class:`PassLog` has counted:
+rank's status says what its :class:`PassLog` and :class:`StepLog` have counted:
 
 - *how the module was called*: this backward went through outputs of the module's ``forward`` in training mode, in
   evaluation mode, or through none (a submodule, another method, ``.module``);
 - *how many forwards* in training mode since the last round a backward has gone through, and how many it has left out.
-  Forwards under ``torch.no_grad()``, ``no_sync()``, or inside a backward (checkpointing) do not count.
+  Forwards under ``torch.no_grad()``, ``no_sync()``, or inside a backward (checkpointing) do not count;
+- *how many steps* optimizers have made on the module's parameters since the last round.
 
 The parameters used and the number of forwards gone through may differ between ranks, as with branches and sequences.
 """
@@ -35,10 +36,13 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 DIGEST_BYTES = 9
 """Number of bytes of each rank's digest."""
-_FORMAT = struct.Struct("<QQB5?BIId")
+MOST_STEPS, UNKNOWN_STEPS = 254, 255
+"""The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
+_FORMAT = struct.Struct("<QQB5?BIIBd")
 
 
 class Part(IntEnum):
@@ -94,6 +98,9 @@ class Status(NamedTuple):
     """The number of forwards since the last round that a backward has gone through (:class:`PassLog`)."""
     unused_forwards: int = 0
     """The number of forwards since then that no backward has gone through, or that raised."""
+    steps: int = 0
+    """The number of steps that optimizers have made on the module's parameters since the last round
+    (:class:`StepLog`), at most :data:`MOST_STEPS`; or :data:`UNKNOWN_STEPS`."""
     weight: float = 0.0
     """The weight of its contribution; 0 if it has none."""
 
@@ -323,6 +330,45 @@ class PassLog:
         self._own = False
         self._round += 1
         self._through = self._unused_forwards = 0
+
+
+class StepLog:
+    """Counts the steps that optimizers have made on one module's parameters, on this rank, since its last round.
+
+    Of several optimizers the one that has made most steps counts. So it makes no difference if an optimizer steps
+    another one in its own step, which may be so on some ranks only (``ZeroRedundancyOptimizer``).
+
+    The number is unknown where it may differ between ranks that have done the same: before the first round, after a
+    round that has failed or whose batch was left out (without gradients a step changes nothing, and may be left out),
+    and after one in which this rank had run out of batches in ``Join``.
+    """
+
+    def __init__(self) -> None:
+        self.count = UNKNOWN_STEPS
+        """The number for the report."""
+        self._round = 0
+        self._begun: dict[int, tuple[int, int]] = {}  # steps under way, by the optimizer's id: the round, their number
+        self._made: dict[int, int] = {}  # since the last round
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer that has parameters of the module begins a step."""
+        number = id(optimizer)
+        self._begun[number] = self._round, 1 + self._made.get(number, 0)
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has made a step, if it has parameters of the module. There may have been rounds in the
+        step, in its closure, or a step of its base class."""
+        number = id(optimizer)
+        round_, made = self._begun.pop(number, (0, 0))
+        if made and self.count != UNKNOWN_STEPS:
+            made = self._made[number] = made if round_ == self._round else 1
+            self.count = max(self.count, min(made, MOST_STEPS))
+
+    def end_round(self, known: bool) -> None:
+        """Note that a round is over: count from zero, or not at all if the number is not ``known`` from now on."""
+        self._round += 1
+        self._made.clear()
+        self.count = 0 if known else UNKNOWN_STEPS
 
 
 def note_compiled(name: str) -> bool:

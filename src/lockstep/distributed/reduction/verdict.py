@@ -8,9 +8,10 @@ are asked in order, and the first message is used.
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-from lockstep.distributed.reduction.status import Called, Part, Report, Status
+from lockstep.distributed.reduction.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
 from lockstep.errors import OptionError, PeerError
 
 NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
@@ -233,6 +234,30 @@ def _count(forwards: int) -> str:
     return f"{forwards or 'no'} forward{'s' if forwards != 1 else ''}"
 
 
+def _at_other_steps(said: _Said) -> str:
+    """Compare the steps of optimizers on ranks that know how many there were."""
+    counts = [(rank, n) for rank, n in zip(said.ranks, said.all_of.steps, strict=True) if n != UNKNOWN_STEPS]
+    fewest, most = min(counts, key=_second, default=(0, 0)), max(counts, key=_second, default=(0, 0))
+    if fewest[1] == most[1]:
+        return ""
+    return (
+        f"rank {said.me}: ranks {fewest[0]} and {most[0]} are not in the same step of the training: since their last "
+        f"synchronised backward (number {said.own.round - 1}), optimizers have made {_steps(fewest[1])} on this "
+        f"module's parameters on rank {fewest[0]}, and {_steps(most[1])} on rank {most[0]}. Rank {fewest[0]} has run "
+        f"one backward more, or one step less, and gradients of different steps would be mixed. {NOT_HANDED_OUT}. Let "
+        "every rank run the same backward passes and steps; put a backward that is for one rank alone under no_sync(), "
+        "or take its gradients with torch.autograd.grad. If weights may differ by now, check_in_sync() tells"
+    )
+
+
+_second = itemgetter(1)
+
+
+def _steps(count: int) -> str:
+    number = f"at least {count}" if count == MOST_STEPS else f"{count or 'no'}"
+    return f"{number} step{'s' if count != 1 else ''}"
+
+
 def _without_weight(said: _Said) -> str:
     if not any(said.all_of.weighted):
         return ""
@@ -251,5 +276,6 @@ _ALWAYS: Sequence[_Rule] = (
     (PeerError, _in_other_rounds),
     (PeerError, _at_other_batches),
     (PeerError, _in_other_passes),
+    (PeerError, _at_other_steps),
 )
 _COUNTING: Sequence[_Rule] = ((OptionError, _without_weight),)  # where no rank leaves out the batch
