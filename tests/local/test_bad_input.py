@@ -43,9 +43,9 @@ def python():
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "CUDA_VISIBLE_DEVICES": ""}
     with contextlib.ExitStack() as stack:
 
-        def start(program):
+        def start(program, *arguments):
             run = subprocess.Popen(
-                [sys.executable, "-u", "-W", "error", "-c", program],
+                [sys.executable, "-u", "-W", "error", "-c", program, *arguments],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -435,8 +435,6 @@ ERRORS = {
     "not implemented": lambda: NotImplementedError("wonderful"),
     "memory": lambda: torch.OutOfMemoryError("wonderful"),
     "group": lambda: ExceptionGroup("wonderful", [ValueError("inside")]),
-    "interrupt": lambda: KeyboardInterrupt("wonderful"),
-    "exit": lambda: SystemExit(3),
 }
 
 
@@ -512,40 +510,24 @@ def test_a_step_whose_backward_fails_leaves_nothing_for_the_next(devices, first,
     assert net.bias.grad.tolist() == [1]
 
 
-def test_a_state_that_was_set_before_an_error_is_not_left_in_a_worker(devices, first):
-    """Workers are used again: what a failing forward has switched must not reach the next one."""
-    net = nn.Linear(1, 1).to(first)
-
-    def function(x):
-        torch.set_grad_enabled(False)
-        torch.set_autocast_enabled("cpu", True)
-        raise ValueError("rude")
-
-    x = torch.ones(4, 1, device=first)
-    with refused(ValueError, "rude"):
-        DataParallel(Lambda(function).to(first), devices(2))(x)
-    seen = []
-    parallel = DataParallel(
-        Lambda(lambda x: (seen.append(torch.is_autocast_enabled("cpu")), x)[1]).to(first), devices(2)
-    )
-    parallel(x)
-    assert seen == [False, False]
-    assert DataParallel(net, devices(2))(x).requires_grad
-
-
 # ---------------------------------------------------------------------------------------- Ctrl-C
 
 
 CTRL_C = """
-import os, signal, threading, torch
+import os, signal, sys, threading, torch
 from lockstep import DataParallel
+from lockstep.local import current_replica
 
 class Net(torch.nn.Module):
     wait = True
     def forward(self, x):
+        replica = current_replica()
+        if "meet" in sys.argv:
+            replica.all_gather("begin", None)
         if self.wait:
-            if x[0, 0] == 0:
-                print("running")
+            if "again" in sys.argv and replica.index == 0:
+                replica.all_gather("again", None)
+            print("running")
             os.read(0, 1)  # until the parent writes
         return x
 
@@ -579,33 +561,48 @@ def interrupt(run):
     thread.join()
 
 
-def test_ctrl_c_waits_for_the_replicas(python):
+def test_ctrl_c_ends_a_forward_at_once(python):
+    """Replicas on one device run in the main thread; the second one does not begin."""
     run = python(CTRL_C)
     assert run.stdout.readline() == "running\n"
     interrupt(run)
-    assert run.stderr.readline() == (
-        "lockstep: KeyboardInterrupt waits until 2 replicas have ended; a second one does not wait\n"
-    )
-    assert run.communicate("ab") == ("interrupted\nTrue 3\n", "")
+    assert run.communicate() == ("interrupted\nTrue 1\n", "")
     assert run.returncode == 0
 
 
-def test_ctrl_c_twice_does_not_wait(python):
-    """The replicas are stuck, and stay so; the caller goes on with others."""
-    run = python(CTRL_C)
+WHERE = pytest.mark.parametrize("where", [["meet"], ["meet", "again"]], ids=["in forward", "at a meeting"])
+
+
+@WHERE
+def test_ctrl_c_waits_for_the_workers(python, where):
+    """The first replica, which runs in the main thread, ends at once."""
+    run = python(CTRL_C, *where)
+    assert run.stdout.readline() == "running\n"
+    interrupt(run)
+    assert run.stderr.readline() == (
+        "lockstep: KeyboardInterrupt waits until 1 replicas have ended; a second one does not wait\n"
+    )
+    out, err = run.communicate("a")
+    assert (out.removeprefix("running\n"), err) == ("interrupted\nTrue 2\n", "")
+    assert run.returncode == 0
+
+
+@WHERE
+def test_ctrl_c_twice_does_not_wait(python, where):
+    """The worker is stuck, and stays so; the caller goes on with others."""
+    run = python(CTRL_C, *where)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=lambda: [lines.put(line) for line in run.stdout], daemon=True).start()
-    assert lines.get(timeout=60) == "running\n"
-    caught = 0
-    line = ""
-    while line != "interrupted\n":
-        # a signal that comes while the handler of the one before still runs is one with it: then there is a third
-        run.send_signal(signal.SIGINT)
+    seen = [lines.get(timeout=60)]
+    stuck = 3 - len(where)  # of the replicas, as many run until they are stuck
+    while "interrupted\n" not in seen:
+        caught = seen.count("caught\n")
+        if caught == 0 or (caught == 1 and seen.count("running\n") == stuck):
+            # a signal that comes while the handler of the one before still runs is one with it: then there is a third
+            run.send_signal(signal.SIGINT)
         with contextlib.suppress(queue.Empty):  # Python handles one that comes just before it waits when it has waited
-            assert lines.get(timeout=5) == "caught\n"
-            caught += 1
-            line = lines.get(timeout=5) if caught > 1 else ""
-    assert lines.get(timeout=60) == "True 5\n"
+            seen.append(lines.get(timeout=5))
+    assert lines.get(timeout=60) == "True 3\n"
     assert run.wait(60) == 0
 
 
@@ -616,6 +613,6 @@ def test_ctrl_c_in_a_training_loop_ends_the_process(python):
     run = python(program)
     assert run.stdout.readline() == "running\n"
     interrupt(run)
-    out, err = run.communicate("ab")
+    out, err = run.communicate()
     assert (out, run.returncode) == ("", -signal.SIGINT)
     assert err.strip().endswith("KeyboardInterrupt")

@@ -1590,7 +1590,7 @@ def test_compiled_modules_use_the_parameters_of_their_replica(backend, where):
 )
 @pytest.mark.parametrize("where", ["the network", "in place"])
 def test_many_compiled_replicas_stay_below_the_recompile_limit(where):
-    """Each counts its own compilations: of eight, in two modes, none runs uncompiled."""
+    """Each counts its own compilations: of eight, for different sizes in two modes, none runs uncompiled."""
 
     class Modes(nn.Module):
         def __init__(self):
@@ -1609,15 +1609,15 @@ def test_many_compiled_replicas_stay_below_the_recompile_limit(where):
     network = Modes()
     plain = copy.deepcopy(network)
     if where == "the network":
-        network = torch.compile(network, backend=backend)
+        network = torch.compile(network, backend=backend, dynamic=False)
     else:
-        network.compile(backend=backend)
-    parallel = DataParallel(network, [CPU] * 8)
-    x = torch.randn(16, 3)
+        network.compile(backend=backend, dynamic=False)
+    parallel = DataParallel(network, [CPU] * 8, split=range(1, 9))
+    x = torch.randn(36, 3)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for mode in (True, False):
             torch.testing.assert_close(parallel.train(mode)(x), plain.train(mode)(x))
-    assert len(graphs) > torch._dynamo.config.recompile_limit
+    assert len(graphs) == 16 > torch._dynamo.config.recompile_limit
 
 
 @compiling

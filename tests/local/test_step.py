@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import DataParallel
-from lockstep.errors import NotReplicableError
 
 TIMEOUT = 20
 
@@ -177,14 +176,47 @@ def test_several_threads(devices, first, how):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_a_use_inside_a_step_is_refused():
-    parallel = DataParallel(network("cpu"), ["cpu", "cpu"])
-    x = rows("cpu")
-    for use in (parallel, lambda o: parallel.step(F.mse_loss, o, o)):
-        with pytest.raises(NotReplicableError, match=r"used inside its own step(.|\n)*parallel.module"):
-            parallel.step(lambda output: use(output).mean(), x)  # noqa: B023
-    module = nn.Linear(4, 4).double()
-    inner = DataParallel(module, ["cpu", "cpu"])
-    module.register_forward_hook(lambda *_: inner.step(F.mse_loss, x, x))
-    with pytest.raises(NotReplicableError, match="used inside its own forward"):
-        inner(x)
+def test_a_use_inside_a_step(devices, first):
+    module, x = network(first), rows(first)
+    plain, parallel = copy.deepcopy(module), DataParallel(module, devices(2))
+    plain(plain(x)).square().mean().backward()
+    parallel.step(lambda output: parallel(output).to(output.device).square().mean(), x)
+    assert_same_gradients(module, plain)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_loss_function_that_runs_backward_itself_is_told_so(devices, first, detached):
+    def loss_fn(output, y):
+        loss = F.mse_loss(output, y)
+        loss.backward()
+        return loss.detach() if detached else loss
+
+    parallel, x = DataParallel(network(first), devices(2)), rows(first)
+    with pytest.raises(RuntimeError) as caught:
+        parallel.step(loss_fn, x, x)
+    (note,) = caught.value.__notes__
+    assert "step() runs backward itself" in note
+
+
+class Regularised(nn.Module):
+    """Runs backward in forward, for a term that is a sum over rows."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.layer, self.other = (nn.Linear(4, 4, dtype=torch.float64, device=first) for _ in range(2))
+
+    def forward(self, x):
+        self.other(x).square().sum().backward()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("use_step", [False, True])
+def test_a_module_that_runs_a_backward_of_its_own(devices, first, use_step):
+    module, x = Regularised(first), rows(first)
+    plain, parallel = copy.deepcopy(module), DataParallel(module, devices(3))
+    F.mse_loss(plain(x), x).backward()
+    if use_step:
+        parallel.step(F.mse_loss, x, x)
+    else:
+        F.mse_loss(parallel(x), x).backward()
+    assert_same_gradients(module, plain)

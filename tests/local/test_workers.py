@@ -1,4 +1,4 @@
-"""parallel_apply: its threads, the context they carry over, errors, and the meetings of replicas."""
+"""parallel_apply: turns and threads, the context that threads carry over, errors, and the meetings of replicas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.errors import DeviceError, LengthError, ReplicaError
-from lockstep.local import current_replica, parallel_apply
+from lockstep.local import current_replica, parallel_apply, workers
 
 TIMEOUT = 30  # seconds, for events that come at once or never
 
 
 def run(function, count=2, devices=None):
-    """What ``function`` gives in each of ``count`` workers."""
+    """What ``function`` gives in each of ``count`` replicas."""
     return parallel_apply([function] * count, [()] * count, devices=devices)
 
 
@@ -31,66 +31,142 @@ def ident():
     return threading.get_ident()
 
 
-class Together:
-    """Calls that go on only when all of them are there, so that they must run side by side."""
+class Met:
+    """A call whose replicas meet first, so that each runs in a thread of its own."""
 
-    def __init__(self, count, result=ident):
-        self.barrier, self.result = threading.Barrier(count, timeout=TIMEOUT), result
+    def __init__(self, function):
+        self.function = function
 
-    def __call__(self, *_):
-        self.barrier.wait()
-        return self.result()
-
-
-# ------------------------------------------------------------------------------------------ threads
+    def __call__(self, *args):
+        share("the replicas", None)
+        return self.function(*args)
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_one_worker_for_each_module_at_the_same_time(count):
-    idents = run(Together(count), count)
-    assert len(set(idents)) == count
-    assert ident() not in idents
+def run_met(function, count=2, devices=None):
+    return run(Met(function), count, devices)
+
+
+def share(key, value):
+    replica = current_replica()
+    return replica.exchange.all_gather(key, replica.index, value)
+
+
+# ------------------------------------------------------------------------------------ turns and threads
+
+
+def test_replicas_on_one_device_run_one_after_the_other_in_the_callers_thread(first):
+    running, order = [], []
+
+    def call(index, x):
+        assert running == []
+        running.append(index)
+        order.append((index, ident()))
+        running.remove(index)
+
+    parallel_apply([call] * 3, [(i, torch.ones(1, device=first)) for i in range(3)])
+    assert order == [(i, ident()) for i in range(3)]
+
+
+def test_replicas_on_several_devices_run_side_by_side(sim):
+    barrier = threading.Barrier(3, timeout=TIMEOUT)
+    idents = run(lambda: (barrier.wait(), ident())[1], 3, [0, 1, "cpu"])
+    assert idents[0] == ident()
+    assert len(set(idents)) == 3
+
+
+def test_those_on_one_of_several_devices_take_turns(sim):
+    devices, running = [0, "cpu", 0, 1, "cpu", 0], set()
+    together = threading.Barrier(3, timeout=TIMEOUT)  # one from each device
+
+    def call(index):
+        assert devices[index] not in running
+        running.add(devices[index])
+        if index in (0, 1, 3):
+            together.wait()
+        running.discard(devices[index])
+
+    parallel_apply([call] * 6, range(6), devices=devices)
+
+
+def test_replicas_that_meet_have_threads_and_still_take_turns():
+    running = []
+
+    def call(index):
+        idents = []
+        for _ in range(3):
+            assert running == []
+            running.append(index)
+            idents.append(ident())
+            running.remove(index)
+            share("again", index)
+        return idents
+
+    found = parallel_apply([call] * 3, [0, 1, 2])
+    assert [len(set(each)) for each in found] == [1, 1, 1]
+    assert len({each[0] for each in found}) == 3
+    assert found[0][0] == ident()
+
+
+def test_after_a_meeting_replicas_go_on_in_their_order():
+    for _ in range(30):
+        order = []
+
+        def call(index):
+            for _ in range(5):
+                order.append(index)  # noqa: B023
+                share("again", None)
+
+        parallel_apply([call] * 4, range(4))
+        assert order == [0, 1, 2, 3] * 5
 
 
 def test_the_same_threads_in_every_call():
-    before = run(Together(3), 3)
+    before = run_met(ident, 3)
     threads = set(threading.enumerate())
     for _ in range(20):
-        assert run(Together(3), 3) == before  # replica i on the same thread
-        assert run(Together(2), 2) == before[:2]
+        assert run_met(ident, 3) == before  # replica i on the same thread
+        assert run_met(ident, 2) == before[:2]
     assert set(threading.enumerate()) == threads
 
 
 def test_no_thread_is_started_in_the_steady_state(monkeypatch):
-    run(Together(4), 4)
+    run_met(ident, 4)
 
     def refuse(self):
         raise AssertionError("a thread was started")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for count in (2, 3, 4):
-        run(Together(count), count)
+        run_met(ident, count)
     with pytest.raises(ValueError, match="as usual"):
-        run(partial(int, "as usual"))
-    run(Together(4), 4)
+        run_met(partial(int, "as usual"))
+    run_met(ident, 4)
     with pytest.raises(AssertionError, match="a thread was started"):
-        run(Together(64), 64)
+        run_met(ident, 64)
+    run_met(ident, 4)
+
+
+def test_without_a_meeting_no_thread_is_needed(monkeypatch):
+    def refuse(self, count):
+        raise AssertionError("workers were taken")
+
+    monkeypatch.setattr(type(workers._pool), "take", refuse)
+    assert run(ident, 3) == [ident()] * 3
 
 
 def test_workers_do_not_keep_the_process_alive():
-    run(Together(2))
+    run_met(ident)
     assert all(t.daemon for t in threading.enumerate() if t.name.startswith("lockstep-worker"))
 
 
 def test_nested_calls():
     def outer():
-        return [ident(), *run(Together(2))]
+        return [ident(), *run_met(ident)]
 
-    barrier = threading.Barrier(3, timeout=TIMEOUT)
-    idents = run(lambda: (barrier.wait(), outer())[1], 3)
-    assert all(len(set(own)) == 3 for own in idents)
-    outer_idents = {own[0] for own in idents}
-    assert not outer_idents & {i for own in idents for i in own[1:]}
+    idents = run_met(outer, 3)
+    assert all(own[0] == own[1] != own[2] for own in idents)  # the first inner replica runs in the outer one's thread
+    assert len({own[0] for own in idents}) == 3
+    assert not {own[0] for own in idents} & {own[2] for own in idents}
     threads = set(threading.enumerate())
     run(outer, 1)
     assert set(threading.enumerate()) == threads
@@ -98,42 +174,46 @@ def test_nested_calls():
 
 def test_calls_from_several_threads():
     with ThreadPoolExecutor(4) as pool:
-        results = list(
-            pool.map(lambda n: parallel_apply([torch.add] * 2, [(n, 1), (n, 2)]), map(torch.tensor, range(40)))
-        )
+        results = list(pool.map(lambda n: parallel_apply([Met(torch.add)] * 2, [(n, 1), (n, 2)]), torch.arange(40)))
     assert [[int(t) for t in r] for r in results] == [[n + 1, n + 2] for n in range(40)]
 
 
 def test_after_a_fork():
     script = """
         import os, sys, threading
-        from lockstep.local import parallel_apply
-        barrier = threading.Barrier(2, timeout=30)
-        together = lambda: (barrier.wait(), threading.get_ident())[1]
-        parent = parallel_apply([together] * 2, [(), ()])
+        from lockstep.local import current_replica, parallel_apply, workers
+        met = lambda: (current_replica().all_gather("here", None), threading.get_ident())[1]
+        parent = parallel_apply([met] * 2, [(), ()])
         child = os.fork()
         if child == 0:
-            barrier = threading.Barrier(2, timeout=30)
-            idents = parallel_apply([together] * 2, [(), ()])
-            os._exit(0 if len(set(idents)) == 2 and parallel_apply([together] * 2, [(), ()]) == idents else 1)
+            idents = parallel_apply([met] * 2, [(), ()])
+            os._exit(0 if len(set(idents)) == 2 and parallel_apply([met] * 2, [(), ()]) == idents else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert parallel_apply([together] * 2, [(), ()]) == parent
+        assert parallel_apply([met] * 2, [(), ()]) == parent
     """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_idle_workers_keep_nothing_alive():
+@pytest.mark.parametrize("call", [torch.neg, Met(torch.neg)], ids=["turns", "met"])
+def test_a_call_keeps_nothing_alive(call):
     import gc
     import weakref
 
-    module, x = nn.Linear(2, 2), torch.ones(1, 2)
-    outputs = parallel_apply([module, module], [x, x])
-    alive = [weakref.ref(o) for o in (module, x, *outputs)]
-    del module, x, outputs
-    gc.collect()
-    assert [ref() for ref in alive] == [None] * 4
+    class Function:
+        def __call__(self, x):
+            return call(x)
+
+    function, x = Function(), torch.ones(1, 2)
+    gc.disable()  # nor a circle, which only the collector ends
+    try:
+        outputs = parallel_apply([function, function], [x, x])
+        alive = [weakref.ref(o) for o in (function, x, *outputs)]
+        del function, x, outputs
+        assert [ref() for ref in alive] == [None] * 4
+    finally:
+        gc.enable()
 
 
 # -------------------------------------------------------------------------------- inputs and outputs
@@ -157,7 +237,7 @@ def test_no_modules():
     assert parallel_apply([], []) == []
 
 
-def test_outputs_are_in_the_order_of_the_modules():
+def test_outputs_are_in_the_order_of_the_modules(sim):
     """Whatever the order in which they end."""
     events = [threading.Event() for _ in range(4)]
     events[3].set()
@@ -168,7 +248,7 @@ def test_outputs_are_in_the_order_of_the_modules():
             events[i - 1].set()
         return i
 
-    assert parallel_apply([end] * 4, [0, 1, 2, 3]) == [0, 1, 2, 3]
+    assert parallel_apply([end] * 4, [0, 1, 2, 3], devices=[0, 1, 2, 3]) == [0, 1, 2, 3]
 
 
 def test_a_single_module_runs_in_the_calling_thread(first):
@@ -249,6 +329,12 @@ def test_an_unknown_device():
 # ------------------------------------------------------------------------------------------- context
 
 
+@pytest.fixture(params=[run, run_met], ids=["turns", "met"])
+def run_either(request):
+    """On one device: in the caller's thread, or, after a meeting, in threads that are kept."""
+    return request.param
+
+
 def worker_types():
     found = torch.accelerator.current_accelerator()
     return ["cpu"] if found is None else ["cpu", found.type]
@@ -260,35 +346,35 @@ def autocast_state():
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_grad_mode(devices, enabled):
+def test_grad_mode(devices, run_either, enabled):
     x = [torch.ones(1, device=d, requires_grad=True) for d in devices(2)]
     for mode in (enabled, not enabled, enabled):  # the same threads, one after the other
         with torch.set_grad_enabled(mode):
-            assert run(torch.is_grad_enabled, devices=devices(2)) == [mode, mode]
+            assert run_either(torch.is_grad_enabled, devices=devices(2)) == [mode, mode]
             assert [y.requires_grad for y in parallel_apply([torch.neg] * 2, x)] == [mode, mode]
 
 
-def test_inference_mode(devices):
+def test_inference_mode(devices, run_either):
     for mode in (True, False, True):
         with torch.inference_mode(mode):
-            assert run(torch.is_inference_mode_enabled, devices=devices(2)) == [mode, mode]
+            assert run_either(torch.is_inference_mode_enabled, devices=devices(2)) == [mode, mode]
             outputs = parallel_apply([torch.neg] * 2, [torch.ones(1, device=d) for d in devices(2)])
             assert [o.is_inference() for o in outputs] == [mode, mode]
 
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(devices, kind, dtype, cache):
+def test_autocast(devices, kind, run_either, dtype, cache):
     usual = autocast_state()
     with torch.autocast(kind, dtype=dtype, cache_enabled=cache):
-        assert run(autocast_state, devices=devices(2)) == [autocast_state()] * 2
+        assert run_either(autocast_state, devices=devices(2)) == [autocast_state()] * 2
         outputs = parallel_apply(
             [torch.mm] * 2, [(torch.ones(2, 2, device=d), torch.ones(2, 2, device=d)) for d in devices(2)]
         )
         assert [o.dtype for o in outputs] == [dtype] * 2
         with torch.autocast(kind, enabled=False):
-            assert run(autocast_state, devices=devices(2)) == [autocast_state()] * 2
-    assert run(autocast_state, devices=devices(2)) == [usual] * 2
+            assert run_either(autocast_state, devices=devices(2)) == [autocast_state()] * 2
+    assert run_either(autocast_state, devices=devices(2)) == [usual] * 2
 
 
 def test_autocast_of_several_device_types(sim):
@@ -298,7 +384,7 @@ def test_autocast_of_several_device_types(sim):
         assert run(autocast_state, 3, ["cpu", 0, 1]) == [expected] * 3
 
 
-def test_the_autocast_dtype_of_a_forward_that_turns_it_on():
+def test_the_autocast_dtype_of_a_forward_that_turns_it_on(run_either):
     """The dtype that the caller has chosen, although autocast is off around the call."""
     before = torch.get_autocast_dtype("cpu")
     torch.set_autocast_dtype("cpu", torch.float16)
@@ -308,20 +394,27 @@ def test_the_autocast_dtype_of_a_forward_that_turns_it_on():
             with torch.autocast("cpu"):
                 return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
-        assert run(forward) == [forward()] * 2 == [torch.float16] * 2
+        assert run_either(forward) == [forward()] * 2 == [torch.float16] * 2
     finally:
         torch.set_autocast_dtype("cpu", before)
 
 
-def test_what_a_forward_leaves_on_is_off_in_the_next_call(devices):
+def test_what_a_forward_leaves_on_in_a_worker_is_off_in_the_next_call():
     def untidy():
-        torch.set_grad_enabled(False)
-        torch.set_autocast_enabled("cpu", True)
-        torch.set_autocast_cache_enabled(False)
+        if current_replica().index:
+            torch.set_grad_enabled(False)
+            torch.set_autocast_enabled("cpu", True)
+            torch.set_autocast_cache_enabled(False)
 
-    run(untidy, devices=devices(2))
-    assert run(torch.is_grad_enabled) == [True, True]
-    assert run(autocast_state) == [autocast_state()] * 2
+    run_met(untidy)
+    assert run_met(torch.is_grad_enabled) == [True, True]
+    assert run_met(autocast_state) == [autocast_state()] * 2
+
+
+def test_what_a_forward_leaves_on_without_threads_stays_on_as_without_replicas():
+    with torch.enable_grad():
+        run(lambda: torch.set_grad_enabled(False))
+        assert not torch.is_grad_enabled()
 
 
 def test_current_streams(sim):
@@ -343,12 +436,12 @@ def test_current_streams(sim):
     assert run(streams, 3, [0, 1, 2]) == usual
 
 
-def test_default_dtype():
+def test_default_dtype(run_either):
     before = torch.get_default_dtype()
     try:
         for dtype in (torch.float64, torch.bfloat16):
             torch.set_default_dtype(dtype)
-            assert run(lambda: torch.ones(1).dtype) == [dtype] * 2
+            assert run_either(lambda: torch.ones(1).dtype) == [dtype] * 2
     finally:
         torch.set_default_dtype(before)
 
@@ -367,36 +460,41 @@ def test_default_device_is_that_of_the_replica(sim):
     assert run(made, 2, [0, 1]) == [(torch.device("cpu"),) * 2] * 2
 
 
-def test_a_default_device_of_another_type(devices):
+def test_a_default_device_of_another_type(devices, run_either):
     with torch.device("meta"):
-        assert run(lambda: torch.ones(1).device.type, devices=devices(2)) == ["meta", "meta"]
-    assert run(lambda: torch.ones(1).device.type, devices=devices(2)) == ["cpu", "cpu"]
+        assert run_either(lambda: torch.ones(1).device.type, devices=devices(2)) == ["meta", "meta"]
+    assert run_either(lambda: torch.ones(1).device.type, devices=devices(2)) == ["cpu", "cpu"]
 
 
 variable = contextvars.ContextVar("variable", default="unset")
 
 
-def test_context_variables():
+def test_context_variables(run_either):
     token = variable.set("the caller's")
     try:
-        assert run(variable.get) == ["the caller's"] * 2
-        seen = []
-
-        def change():
-            seen.append(variable.get())
-            variable.set("a worker's")
-            return variable.get()
-
-        assert run(change) == ["a worker's"] * 2
-        assert run(change) == ["a worker's"] * 2
-        assert seen == ["the caller's"] * 4  # neither another worker's, nor one left from the last call
-        assert variable.get() == "the caller's"
+        assert run_either(variable.get) == ["the caller's"] * 2
+        assert current_replica() is None
     finally:
         variable.reset(token)
-    assert run(variable.get) == ["unset"] * 2
+    assert run_either(variable.get) == ["unset"] * 2
 
 
-def test_saved_tensor_hooks(devices):
+def test_context_variables_that_workers_set_are_their_own():
+    seen = []
+
+    def change():
+        seen.append(variable.get())
+        if current_replica().index:
+            variable.set("a worker's")
+
+    for _ in range(2):
+        run_met(change, 3)
+    assert seen == ["unset"] * 6
+    assert variable.get() == "unset"
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_saved_tensor_hooks(devices, met):
     packed = []
 
     def pack(t):
@@ -406,85 +504,48 @@ def test_saved_tensor_hooks(devices):
     def unpack(t):
         return t.clone()
 
+    square = (lambda t: (t.cpu() ** 2).sum()) if not met else Met(lambda t: (t.cpu() ** 2).sum())
     x = [torch.ones(3, device=d, requires_grad=True) for d in devices(2)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: unpack(t)):
-        outputs = parallel_apply([lambda t: (t.cpu() ** 2).sum()] * 2, x)
+        outputs = parallel_apply([square] * 2, x)
     assert packed == [(3,), (3,)]
     sum(outputs).backward()
     assert all(t.grad.tolist() == [4, 4, 4] for t in x)  # 2 x, of a value that packing doubled
-    parallel_apply([lambda t: (t.cpu() ** 2).sum()] * 2, x)
+    parallel_apply([square] * 2, x)
     assert len(packed) == 2
 
 
-def test_the_context_of_nested_calls():
+def test_the_context_of_nested_calls(run_either):
     def outer():
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
-            return run(lambda: (torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")))
+            return run_either(lambda: (torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")))
 
-    assert run(outer) == [[(False, torch.float16)] * 2] * 2
-    assert run(torch.is_grad_enabled) == [True, True]
-
-
-def test_a_forward_that_sets_its_threads_does_not_keep_them():
-    before = torch.get_num_threads()
-
-    def grab():
-        torch.set_num_threads(before + 3)
-
-    try:
-        run(torch.get_num_threads, 2, ["cpu"] * 2)
-        run(grab, 2, ["cpu"] * 2)
-        torch.set_num_threads(before)
-        assert max(run(torch.get_num_threads, 2, ["cpu"] * 2)) <= max(1, -(-before // 2))
-    finally:
-        torch.set_num_threads(before)
+    assert run_either(outer) == [[(False, torch.float16)] * 2] * 2
+    assert run_either(torch.is_grad_enabled) == [True, True]
 
 
-@pytest.mark.parametrize("total", [1, 2, 5])
-def test_intra_op_threads_are_split(total):
+@pytest.mark.parametrize("devices", [["cpu"] * 3, [0, 1, 2]], ids=["cpu", "sim"])
+def test_each_replica_has_all_intra_op_threads(sim, run_either, devices):
     before = torch.get_num_threads()
 
     def of_a_new_thread():
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(torch.get_num_threads).result()
 
-    torch.set_num_threads(total)
     try:
-        new = of_a_new_thread()
-        for count in (2, 3, 8, 2):
-            inside = run(torch.get_num_threads, count, ["cpu"] * count)
-            assert inside == sorted(inside, reverse=True)
-            assert sum(inside) == max(total, count)
-            assert max(inside) - min(inside) <= 1
-            assert torch.get_num_threads() == total
-            assert of_a_new_thread() == new
-        assert run(torch.get_num_threads, 1, ["cpu"]) == [total]
+        for total in (1, 4, 2):
+            torch.set_num_threads(total)
+            assert run_either(torch.get_num_threads, 3, devices) == [total] * 3
+            assert (torch.get_num_threads(), of_a_new_thread()) == (total, total)
     finally:
         torch.set_num_threads(before)
 
 
-def test_nested_calls_leave_new_threads_the_callers_intra_op_threads():
+def test_a_worker_that_sets_its_threads_does_not_keep_them():
     before = torch.get_num_threads()
-
-    def count_in_a_new_thread():
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(torch.get_num_threads).result()
-
-    torch.set_num_threads(4)
     try:
-        for _ in range(2):  # in the second, the outer workers have their share already
-            run(lambda: run(torch.get_num_threads, 2, ["cpu"] * 2), 2, ["cpu"] * 2)
-            assert (torch.get_num_threads(), count_in_a_new_thread()) == (4, 4)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_workers_of_accelerators_leave_the_intra_op_threads(sim):
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        assert run(torch.get_num_threads, 3, ["cpu", 0, "cpu"])[::2] == [2, 2]
-        assert torch.get_num_threads() == 4
+        run_met(lambda: torch.set_num_threads(before + 3) if current_replica().index else None)
+        assert run_met(torch.get_num_threads) == [before, before]
     finally:
         torch.set_num_threads(before)
 
@@ -525,7 +586,7 @@ def shown(error):
     return "".join(traceback.format_exception_only(error))
 
 
-def test_every_worker_finishes_before_an_error_is_raised():
+def test_every_worker_finishes_before_an_error_is_raised(sim):
     failed, finished = threading.Event(), threading.Event()
 
     def failing():
@@ -545,8 +606,21 @@ def test_every_worker_finishes_before_an_error_is_raised():
         failed.clear()
         finished.clear()
         with pytest.raises(ValueError, match="early"):
-            parallel_apply(modules, [(), ()])
+            parallel_apply(modules, [(), ()], devices=[0, 1])
         assert finished.is_set()
+
+
+def test_a_failure_lets_the_next_replica_run(first):
+    ran = []
+
+    def call(index, _):
+        ran.append(index)
+        if index == 0:
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        parallel_apply([call] * 3, [(i, torch.ones(1, device=first)) for i in range(3)])
+    assert ran == [0, 1, 2]
 
 
 ERRORS = {
@@ -557,8 +631,6 @@ ERRORS = {
     "OSError": FileNotFoundError(2, "bad file", "name"),
     "StopIteration": StopIteration("bad stop"),
     "out of memory": torch.OutOfMemoryError("bad memory"),
-    "SystemExit": SystemExit("bad exit"),
-    "KeyboardInterrupt": KeyboardInterrupt("bad key stroke"),
 }
 
 
@@ -577,6 +649,45 @@ def test_an_error_keeps_its_type_where_it_can_be_rebuilt(devices, error, which):
     assert type(caught.value) is type(error)
     if isinstance(error, Unusual):
         assert (caught.value.code, caught.value.reason) == (3, "bad reason")
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_raised_as_it_is_and_nothing_else_begins(kind):
+    interrupt, ran = kind("now"), []
+
+    def call(index):
+        ran.append(index)
+        if index == 1:
+            raise interrupt
+        raise ValueError("of less weight")
+
+    with pytest.raises(kind) as caught:
+        parallel_apply([call] * 3, range(3))
+    assert caught.value is interrupt
+    assert ran == [0, 1]
+    assert current_replica() is None
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_the_callers_thread_waits_for_the_workers(kind):
+    ended = []
+
+    def call(index):
+        share("here", index)
+        if index == 0:
+            raise kind("now")
+        ended.append(index)
+
+    with pytest.raises(kind, match="now"):
+        parallel_apply([call] * 3, range(3))
+    assert ended == [1, 2]
+    assert run_met(torch.is_grad_enabled, 3) == [True] * 3
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_worker_is_a_failure(kind):
+    with pytest.raises(kind, match=r"Caught .* in replica 1"):
+        run_met(lambda: fail(kind("bad")) if current_replica().index else None)
 
 
 def test_an_error_that_cannot_be_rebuilt():
@@ -618,18 +729,18 @@ def test_a_single_module_that_fails():
 
 
 def test_workers_go_on_after_an_error():
-    idents = run(Together(2))
+    idents = run_met(ident)
     with pytest.raises(ValueError):
-        parallel_apply([partial(fail, ValueError("x"))] * 2, [(), ()])
-    assert run(Together(2)) == idents
-    assert run(torch.is_grad_enabled) == [True, True]
+        run_met(partial(fail, ValueError("x")))
+    assert run_met(ident) == idents
+    assert run_met(torch.is_grad_enabled) == [True, True]
 
 
 def test_an_error_does_not_leave_the_context_behind():
     with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"), pytest.raises(ValueError):
-        parallel_apply([partial(fail, ValueError("x"))] * 2, [(), ()])
+        run_met(partial(fail, ValueError("x")))
     usual = (True, autocast_state(), "cpu")
-    assert run(lambda: (torch.is_grad_enabled(), autocast_state(), torch.ones(1).device.type)) == [usual] * 2
+    assert run_met(lambda: (torch.is_grad_enabled(), autocast_state(), torch.ones(1).device.type)) == [usual] * 2
 
 
 # ------------------------------------------------------------------------------ replicas that meet
@@ -663,12 +774,7 @@ def test_a_nested_call_has_replicas_of_its_own():
         assert own.exchange is not inner[0].exchange
 
 
-def share(key, value):
-    replica = current_replica()
-    return replica.exchange.all_gather(key, replica.index, value)
-
-
-def test_replicas_get_everybodys_values_in_order():
+def test_replicas_get_everybodys_values_in_order(sim):
     """Also where the last replica comes first."""
     arrived = [threading.Event() for _ in range(3)]
     arrived[2].set()
@@ -679,7 +785,7 @@ def test_replicas_get_everybodys_values_in_order():
             arrived[i - 1].set()
         return share("here", f"value {i}")
 
-    assert parallel_apply([meet] * 3, [0, 1, 2]) == [["value 0", "value 1", "value 2"]] * 3
+    assert parallel_apply([meet] * 3, [0, 1, 2], devices=[0, 1, 2]) == [["value 0", "value 1", "value 2"]] * 3
 
 
 def test_several_meetings():

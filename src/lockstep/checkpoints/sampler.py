@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.streams import read_streams, set_streams
 from lockstep.errors import CheckpointError, OptionError
-from lockstep.seeds import derive_seed
+from lockstep.seeds import derive_seed, seed_cpu
 
 
 class ResumableSampler(Sampler[Any]):
@@ -205,7 +205,7 @@ def _batches_in(samples: int, size: int, drops_last: bool) -> int:
 def _drawing_from(seed: int) -> Iterator[None]:
     """Seed PyTorch's random numbers on the CPU inside the block, and restore their state after it."""
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(seed)
+        seed_cpu(seed)
         yield
 
 

@@ -1,14 +1,15 @@
 """The caller's context, carried over to a worker thread.
 
 PyTorch keeps the effect of a caller's ``with`` blocks in thread-local state: grad mode, inference mode, autocast, the
-default device, saved-tensor hooks, current streams. A worker without them would silently compute something else than
-the caller's thread would. (The default dtype belongs to the process, not to the thread: nothing to carry.)
+default device, saved-tensor hooks, current streams, intra-op threads. A worker without them would silently compute
+something else than the caller's thread would. (The default dtype belongs to the process, not to the thread: nothing to
+carry. Modes that see every operation, as of selective checkpointing, stay in the caller's thread.)
 """
 
 import contextvars
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ class CallerContext:
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     autocast_cache: bool
     default_device: torch.device
+    intra_op_threads: int
     saved_tensor_hooks: tuple[Any, Any] | None
     streams: tuple[torch.Stream, ...]
     variables: contextvars.Context
@@ -44,10 +46,17 @@ class CallerContext:
             autocast=tuple((t, torch.get_autocast_dtype(t), torch.is_autocast_enabled(t)) for t in types),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
+            intra_op_threads=torch.get_num_threads(),
             saved_tensor_hooks=_saved_tensor_hooks(),
             streams=tuple(torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if d.type != "cpu"),
             variables=contextvars.copy_context(),
         )
+
+    def run_here(self, call: Callable[[], T], device: torch.device) -> T:
+        """Return the result of ``call``, in the caller's own thread with ``device`` current."""
+        home = self._default_device(device)
+        with torch.accelerator.device_index(device.index), nullcontext() if home == self.default_device else home:
+            return call()
 
     def run(self, call: Callable[[], T], device: torch.device) -> T:
         """Return the result of ``call``, in this thread with the caller's state and ``device`` current.
@@ -55,6 +64,8 @@ class CallerContext:
         A thread that runs one replica after another belongs to the library, so state without a ``with`` form is just
         set.
         """
+        if torch.get_num_threads() != self.intra_op_threads:  # asked first: setting it sets the process's default, too
+            torch.set_num_threads(self.intra_op_threads)
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_cache_enabled(self.autocast_cache)
         for device_type, dtype, _ in self.autocast:
@@ -75,10 +86,13 @@ class CallerContext:
             if enabled or torch.is_autocast_enabled(device_type):  # a forward may have left autocast on in this thread
                 yield torch.autocast(device_type, dtype, enabled, self.autocast_cache)
         if self.default_device.type != "cpu":
-            # tensors made in forward are on the replica's own device, as they are on the only device without replicas
-            yield device if self.default_device.type == device.type else self.default_device
+            yield self._default_device(device)
         if self.saved_tensor_hooks is not None:
             yield torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
+
+    def _default_device(self, device: torch.device) -> torch.device:
+        """Tensors made in forward are on the replica's own device, as they are on the only device without replicas."""
+        return device if device.type == self.default_device.type != "cpu" else self.default_device
 
 
 def _called(call: Callable[[], T]) -> T:

@@ -4,10 +4,10 @@
 
     scatter         rows of the inputs -> one share for each device
     replicate       the network -> up-to-date replicas (the first is the network itself)
-    parallel_apply  each replica on its share, in a thread of its own
+    parallel_apply  each replica on its share: side by side on different devices, else one after the other
     gather          the replicas' outputs -> one output
 
-:meth:`DataParallel.step` has no last phase: the replicas also compute the loss and run backward.
+:meth:`DataParallel.step` has no last phase: the replicas also compute the loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     Args:
         module: its parameters and buffers must be on the first device.
         device_ids: the devices. Each is an index of the current accelerator type, a string or a ``torch.device``. The
-            same device may be listed more than once: ``["cpu", "cpu"]`` trains on two threads. None takes all
+            same device may be listed more than once: with ``["cpu", "cpu"]`` two replicas take turns. None takes all
             accelerators. On a machine without accelerators the module runs as it is with None, an empty list, and a
             list of accelerators, as with PyTorch. The attribute may be set, or changed in place, later.
         output_device: the device on which outputs are gathered: any device, ``-1`` or ``"cpu"``. None takes the first
@@ -142,10 +142,9 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
                 return self._forward_on_one(inputs, kwargs)
             shares, keywords = self._scattered(inputs, kwargs)
             own = self._own_replicas()
-            with own.uses.forward():
-                replicas = self.replicate(self.module, self.device_ids[: len(shares)])
-                with running([own]):
-                    outputs = self.parallel_apply(replicas, shares, keywords)
+            replicas = self.replicate(self.module, self.device_ids[: len(shares)])
+            with running([own]):
+                outputs = self.parallel_apply(replicas, shares, keywords)
             if not self.gather_outputs:
                 return outputs
             with self._phases.phase("gather"):
@@ -227,8 +226,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         Returns the mean loss over all rows: a detached tensor without dimensions on the output device. Gradients are
         added to ``.grad``, as by ``backward``. They equal the gradients of ``loss_fn(module(*inputs),
         target).backward()`` on one device. No output is gathered, so the first device needs no more memory than the
-        others. CPU replicas run backward on their threads, side by side. Communicates as forward does, without the
-        outputs.
+        others. Communicates as forward does, without the outputs.
 
         >>> import torch
         >>> parallel = DataParallel(torch.nn.Linear(3, 2), device_ids=["cpu", "cpu"])

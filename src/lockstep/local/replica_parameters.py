@@ -1,9 +1,7 @@
 """The parameters in the slots of replicas, their values, and their gradients.
 
 A copy's parameters are made once, of the class of the network's, around values that are kept up to date. Their
-attributes are those of the network's parameters at each use. There are two sets of them, one of which is
-bound to the slots: *linked* parameters, whose graph leads to the network's parameters, and *leaves*, which keep a
-training step's gradients until they are collected.
+attributes are those of the network's parameters at each use, and their graph leads to the network's parameters.
 
 On the network's own device a value is the parameter's storage itself, seen through a tensor that shares its version
 counter: nothing is ever copied, and autograd notices a write at the wrong moment just as on one device. On another
@@ -30,7 +28,6 @@ from lockstep.digests import Digests
 from lockstep.inner_tensors import inner_tensors, is_plain, like
 from lockstep.local.comm import fill, pack, unpack
 from lockstep.local.functions import link
-from lockstep.local.gradient_sums import Gradients, summed
 from lockstep.local.module_copy import ModuleCopy, TensorSlot
 from lockstep.tensor_state import Change, TensorSnapshot
 
@@ -174,8 +171,6 @@ class ReplicaParameters:
         self.recopied: list[TensorSlot] = []
         self._sort(modules)
         self._hooked = _hooked(self._parameters)
-        self._linked: _Rows | None = None
-        self._leaves: _Rows | None = None
         self._bound: _Rows | None = None
         self._place_values()
 
@@ -227,14 +222,15 @@ class ReplicaParameters:
 
     # Slots #
 
-    def bind(self, *, leaves: bool) -> bool:
-        """Bind linked tensors, or leaves without gradients, to the copies' slots; return False if they already are."""
-        wanted = self._leaf_rows() if leaves else self._linked_rows()
-        self._take_attributes(wanted)
-        if self._bound is wanted:
+    def bind(self) -> bool:
+        """Bind linked tensors to the copies' slots, with the attributes of the network's parameters; return False if
+        they already are bound."""
+        rows = self._linked_rows() if self._bound is None else self._bound
+        self._take_attributes(rows)
+        if self._bound is not None:
             return False
-        self._bound = wanted
-        for copy, tensors in zip(self._copies, wanted.rows, strict=True):
+        self._bound = rows
+        for copy, tensors in zip(self._copies, self._bound.rows, strict=True):
             in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
             copy.bind(self._slots, in_slots)
         return True
@@ -255,20 +251,11 @@ class ReplicaParameters:
         return self._bound is not None
 
     def _unbind(self) -> None:
-        self._leaves = self._linked = self._bound = None
-
-    def _leaf_rows(self) -> "_Rows":
-        if self._leaves is None:
-            self._leaves = _Rows([self._new(device, requires_grad=True) for device in self._devices])
-        for leaf in chain(*self._leaves.rows):
-            leaf.grad = None  # left by a step that failed halfway
-        return self._leaves
+        self._bound = None
 
     def _linked_rows(self) -> "_Rows":
         """Return differentiable parameters for every copy, linked bucket by bucket, late layers first."""
-        if self._linked is not None:
-            return self._linked
-        rows = [self._new(device, requires_grad=False) for device in self._devices]
+        rows = [self._new(device) for device in self._devices]
         needing = [i for i, p in enumerate(self._parameters) if p.requires_grad and not self._detach]
         backwards = needing[::-1]
         alone = set(self._hooked)
@@ -281,33 +268,11 @@ class ReplicaParameters:
                 [self._owners[i] for i in members],
                 [self._parameters[i] for i in members],
             )
-        self._linked = _Rows(rows)
-        return self._linked
+        return _Rows(rows)
 
-    def _new(self, device: torch.device, *, requires_grad: bool) -> list[Tensor]:
+    def _new(self, device: torch.device) -> list[Tensor]:
         pairs = zip(self._values.on(device), self._parameters, strict=True)
-        return [like(value, p, requires_grad=requires_grad and p.requires_grad) for value, p in pairs]
-
-    # Gradients #
-
-    def take_gradients(self, captured: Gradients) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the network's parameters that have gradients, and their sums in replica order.
-
-        The gradients are taken from the copies' leaves, and out of ``captured``, which may contain gradients of the
-        network's own parameters and of the leaves.
-        """
-        rows: list[list[Tensor | None]] = [[captured.pop(id(p), (p, None))[1] for p in self._parameters]]
-        owned = [False]
-        for leaves in self._leaves.rows if self._leaves is not None else ():
-            owned.append(not any(id(leaf) in captured for leaf in leaves))
-            rows.append([])
-            for parameter, leaf in zip(self._parameters, leaves, strict=True):
-                grad = leaf.grad if owned[-1] else captured.pop(id(leaf), (leaf, None))[1]
-                rows[-1].append(grad if grad is None else grad.to(parameter.device))
-                leaf.grad = None
-        totals = summed(rows, owned)
-        reached = [i for i, total in enumerate(totals) if total is not None]
-        return [self._parameters[i] for i in reached], [total for total in totals if total is not None]
+        return [like(value, parameter, requires_grad=False) for value, parameter in pairs]
 
 
 class _Rows:

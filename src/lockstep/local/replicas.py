@@ -13,8 +13,7 @@ Each use begins with :meth:`ReplicaSet.refresh`, which takes the following steps
 
 The replicas' parameters are made differentiable once, by one :class:`~lockstep.local.functions.GradientEdges` for each
 bucket. These nodes save nothing, so they serve every backward; each sums its bucket into the network's parameters as
-soon as the bucket's last gradient is there. For :meth:`ReplicaSet.collect_gradients` the replicas have *leaves* in
-their slots instead.
+soon as the bucket's last gradient is there.
 """
 
 import threading
@@ -23,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from lockstep.buckets import DEFAULT_CAP_BYTES
@@ -31,8 +29,6 @@ from lockstep.devices import DeviceLike, resolve_devices
 from lockstep.local.attributes import Attributes
 from lockstep.local.changes import ReplicaSlots, StructureSnapshot
 from lockstep.local.checks import common_device, require_on
-from lockstep.local.gradient_sums import Gradients, accumulate
-from lockstep.local.in_use import Uses
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.replica_buffers import ReplicaBuffers
 from lockstep.local.replica_parameters import ReplicaParameters
@@ -100,7 +96,6 @@ class ReplicaSet:
     """Persistent replicas of ``network`` on ``devices``: :meth:`refresh` brings them up to date and returns them.
 
     With ``network_first`` the first replica is the network itself, which must then be on the first device.
-    :attr:`uses` keeps a step and other uses apart.
     """
 
     def __init__(
@@ -116,7 +111,6 @@ class ReplicaSet:
         self.network = network
         self.devices = list(devices)
         self.builds = 0
-        self.uses = Uses()
         self._detach = detach
         self._network_first = network_first
         self._cap_bytes = cap_bytes
@@ -124,8 +118,8 @@ class ReplicaSet:
         self._lock = threading.RLock()
         self._built: _Built | None = None
 
-    def refresh(self, *, leaves: bool = False) -> list[Module]:
-        """Return the replicas, up to date with the network; ``leaves``: as :meth:`collect_gradients` needs them."""
+    def refresh(self) -> list[Module]:
+        """Return the replicas, up to date with the network."""
         enabled = torch.is_grad_enabled()
         with self._lock, self._phases.phase("refresh"), torch.inference_mode(False), torch.no_grad():
             if self._built is None or not self._built.follow_network(gradients=enabled):
@@ -133,7 +127,7 @@ class ReplicaSet:
                 self._built = self._build()
             else:
                 self._built.parameters.refresh(everything=enabled)
-            self._built.bind(leaves=leaves, grad=enabled and not self._detach)
+            self._built.bind(grad=enabled and not self._detach)
             return ([self.network] if self._network_first else []) + [copy.root for copy in self._built.copies]
 
     def _build(self) -> "_Built":
@@ -158,18 +152,6 @@ class ReplicaSet:
             if self._built is not None:
                 self._built.slots.check()
 
-    def collect_gradients(self) -> None:
-        """Move the gradients from the replicas' leaves to the network's parameters, added in replica order."""
-        accumulate(*self.take_gradients({}))
-
-    def take_gradients(self, captured: Gradients) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the network's parameters that have gradients, and their sums in replica order.
-
-        The gradients are taken from the replicas' leaves, and out of ``captured``, which may contain gradients of the
-        network's own parameters and of the leaves.
-        """
-        return ([], []) if self._built is None else self._built.parameters.take_gradients(captured)
-
 
 class _Built:
     """Everything that is built at once for a network: a copy for each device, and a snapshot of the network."""
@@ -181,7 +163,7 @@ class _Built:
         source = common_device([*network.parameters(), *network.buffers()], "replicate")
         self.copies = [ModuleCopy(network) for _ in devices]
         self.parameters = ReplicaParameters(modules, self.copies, devices, detach=detach, cap_bytes=cap_bytes)
-        self.parameters.bind(leaves=False)
+        self.parameters.bind()
         self._buffers = ReplicaBuffers(
             network,
             self.parameters.recopied,
@@ -202,14 +184,14 @@ class _Built:
             return False
         return self.attributes.follow_network()
 
-    def bind(self, *, leaves: bool, grad: bool) -> None:
+    def bind(self, *, grad: bool) -> None:
         """Put parameters and buffers into the copies' slots, and set all attributes.
 
         Buffers are differentiable copies with ``grad``.
         """
         if not self.parameters.bound:
             self.slots.forget()  # old links keep a graph to the former parameters
-        bound_anew = self.parameters.bind(leaves=leaves)
+        bound_anew = self.parameters.bind()
         self._buffers.refresh(grad=grad)
         self.attributes.give()
         if bound_anew or self.parameters.recopied:

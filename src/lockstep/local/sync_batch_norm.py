@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
@@ -67,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
         if replica is None:
             self._refuse_recomputation()
             return super().forward(input)
-        self._refuse_checkpoint()
+        self._refuse_checkpoint(replica)
         dims = [0, *range(2, input.dim())]
         wide = input if input.dtype in (torch.float32, torch.float64) else input.float()
         variance, mean = torch.var_mean(wide, dims, correction=0)
@@ -82,13 +80,10 @@ class SyncBatchNorm(_BatchNorm):
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         return (wide * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
-    def _refuse_checkpoint(self) -> None:
+    def _refuse_checkpoint(self, replica: Replica) -> None:
         """Raise inside a checkpointed segment: it is recomputed for one replica, with no other replicas to meet."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_globals.get("__name__") == checkpoint.__name__:
-                raise NotReplicableError(_CHECKPOINTED)
-            frame = frame.f_back
+        if any(frame.f_globals.get("__name__") == checkpoint.__name__ for frame in replica.frames()):
+            raise NotReplicableError(_CHECKPOINTED)
         self._met_without_graph = not torch.is_grad_enabled()
 
     def _refuse_recomputation(self) -> None:

@@ -1,11 +1,14 @@
-"""Runs replicas side by side, each in a thread that is kept for the next call.
+"""Runs replicas: one after the other on one device, side by side on several.
 
-A call takes as many idle threads as it has replicas (and starts threads only if there are too few), hands each its job,
-and waits for all of them, whatever happens; only then is the first failure raised. Threads wait in the pool for the
-next call: in the steady state no thread is started, and none ends.
+On one device all run in the caller's thread, with everything that belongs to it, each with all intra-op threads and the
+caller's random generators. They need threads of their own in two cases: on several devices, and where they meet
+(:mod:`~lockstep.local.exchange`). The first replica runs in the caller's thread even then. If it comes to a meeting, it
+begins the others on workers, and lets them run. (If it ends without a meeting, no other replica can meet it any more.)
+
+Workers are kept: a call takes as many as it needs, starts new ones only if there are too few, and waits until all of
+them have ended, whatever happens. In the steady state no thread is started, and none ends.
 """
 
-import contextvars
 import itertools
 import logging
 import os
@@ -23,8 +26,7 @@ from lockstep.devices import CPU, DeviceLike, accelerator, resolve_device
 from lockstep.errors import LengthError
 from lockstep.local.context import CallerContext
 from lockstep.local.exceptions import raise_failures
-from lockstep.local.exchange import Exchange, Replica, Turns, current_replica, enter_replica, turns_on
-from lockstep.local.random_streams import ReplicaStreams
+from lockstep.local.exchange import Exchange, Replica, current_replica, turns_on
 from lockstep.local.scatter_gather import move
 from lockstep.tree import tensors_in
 
@@ -35,7 +37,7 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
     devices: Sequence[DeviceLike | None] | None = None,
 ) -> list[Any]:
-    """Call each module with its inputs, all at the same time, one worker thread for each.
+    """Call each module with its inputs: side by side on different devices, one after the other on the same device.
 
     Args:
         modules: one for each replica.
@@ -45,10 +47,10 @@ def parallel_apply(
             moved to it. None takes the device of the module's first tensor input and moves nothing, as PyTorch's Python
             function does. (PyTorch's C++ function moves the outputs there.)
 
-    Returns the outputs in the order of the modules. Workers see the caller's grad mode, inference mode, autocast,
-    current streams, default device, saved-tensor hooks and ``contextvars``, and share the caller's intra-op threads.
-    Modules, and callables with tensors among their inputs, run one after the other where they are on one accelerator,
-    as they share its random generator.
+    Returns the outputs in the order of the modules. If all are on one device, such as the CPU, they run in the caller's
+    thread. On several devices all but the first run in threads that are kept; they see the caller's grad mode,
+    inference mode, autocast, current streams, default device, intra-op threads, saved-tensor hooks and ``contextvars``.
+    A module without ``devices`` and without tensors among its inputs is on the current accelerator, or the CPU.
 
     Raises :class:`~lockstep.errors.LengthError` if the lists differ in length. If a module fails, the call first waits
     for all others. Then it raises the first failure with its original type, with the replica and the device in the
@@ -74,12 +76,7 @@ def parallel_apply(
         for module, args, kwargs, device in zip(modules, arguments, keywords, given, strict=True)
     ]
     homes = [d or _device_of(args, kwargs) for d, args, kwargs in zip(given, arguments, keywords, strict=True)]
-    places = [home or _current_device() for home in homes]
-    known = [
-        place if home is not None or isinstance(module, torch.nn.Module) else None
-        for module, home, place in zip(modules, homes, places, strict=True)
-    ]
-    return run(calls, places, known)
+    return run(calls, [home or _current_device() for home in homes])
 
 
 def _apply(
@@ -106,151 +103,117 @@ class _Failure:
     error: BaseException
 
 
-def run(
-    calls: Sequence[Callable[[], Any]],
-    devices: Sequence[torch.device],
-    shared: Sequence[torch.device | None] | None = None,
-) -> list[Any]:
-    """Run calls side by side, each on its device, and return their results; failures as in :func:`parallel_apply`.
-
-    Calls on one accelerator take turns; ``shared`` has None for a call that is not known to compute on its device.
-    """
-    if not calls:
-        return []
-    turns = turns_on(devices if shared is None else shared)
-    results = [_run_here(calls[0], devices[0])] if len(calls) == 1 else _run_on_workers(calls, devices, turns)
+def run(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
+    """Run calls, each on its device, and return their results; turns and failures as in :func:`parallel_apply`."""
+    results = _Group(calls, devices).run() if calls else []
     failures = [(i, result.error) for i, result in enumerate(results) if isinstance(result, _Failure)]
-    if failures:
-        raise_failures(failures, devices)
-    return results
-
-
-def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
-    """Run one call in this thread: the caller's whole context is here already, except for the current device."""
     try:
-        with torch.accelerator.device_index(device.index):
-            return call()
-    except BaseException as error:
-        return _Failure(error)
-
-
-def _run_on_workers(
-    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], turns: Sequence[Turns]
-) -> list[Any]:
-    context = CallerContext.capture(devices)
-    total = torch.get_num_threads()
-    shares = iter(_shares(total, sum(device.type == "cpu" for device in devices)))
-    group = _Group(context, turns)
-    streams = ReplicaStreams(len(calls))
-    workers = _pool.take(len(calls))
-    for index, (worker, call, device) in enumerate(zip(workers, calls, devices, strict=True)):
-        threads = next(shares) if device.type == "cpu" else None
-        worker.jobs.put(_Job(call, device, index, group, context.variables.copy(), threads, streams))
-    interrupted = group.wait()
-    streams.end()
-    _threads.restore(total)
-    _pool.give_back(workers)
-    if interrupted is not None:
-        raise interrupted
-    results, group.results = (
-        group.results,
-        [],
-    )  # the frames of a failure lead to the group: no circle back to the failure
-    return results
-
-
-def _shares(total: int, parts: int) -> list[int]:
-    """Split the caller's intra-op threads among the CPU workers, at least one each."""
-    return [max(1, total // parts + (i < total % parts)) for i in range(parts)]
-
-
-class _IntraOpThreads:
-    """The number of intra-op threads of workers. A thread that sets its own also sets the default of later threads."""
-
-    def __init__(self) -> None:
-        self._default: int | None = None  # the number that was set last here
-
-    def set(self, count: int) -> None:
-        """Give the calling thread ``count`` intra-op threads."""
-        if count != torch.get_num_threads():  # ask each time: a forward may have set another number
-            self._default = count
-            torch.set_num_threads(count)
-
-    def restore(self, count: int) -> None:
-        """Make ``count``, which the calling thread has, the default again.
-
-        Even if only a call inside a worker has set another number: for that call, the worker's share was the default.
-        """
-        if self._default not in (None, count):
-            self._default = count
-            torch.set_num_threads(count)
-
-
-_threads = _IntraOpThreads()
+        if failures:
+            raise_failures(failures, devices)
+        return results
+    finally:
+        del results, failures  # the frames of a failure lead here: no circle back to the failure
 
 
 class _Group:
-    """The jobs of one call: their results, and a way to wait until the last job has ended."""
+    """The calls of one run: :meth:`run` runs the first one in this thread, and the others here or on workers."""
 
-    def __init__(self, context: CallerContext, turns: Sequence[Turns]) -> None:
-        self.context = context
-        self.turns = turns
-        self.exchange = Exchange(turns)
-        self.results: list[Any] = [None] * len(turns)
-        self._running = len(turns)
-        self._lock = threading.Lock()
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+    def __init__(self, calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> None:
+        self._calls = calls
+        self._devices = devices
+        self._results: list[Any] = [None] * len(calls)
+        self._context = CallerContext.capture(devices)
+        self._outer = current_replica()
+        self._turns = turns_on(devices)
+        self._several_devices = len(set(devices)) > 1
+        self._exchange = Exchange(self._turns, None if self._several_devices else self._begin_others)
+        self._workers: list[_Worker] = []
+        self._running = _Running()
 
-    def end(self, index: int, result: Any) -> None:
-        self.results[index] = result
-        self.exchange.leave(index)
-        with self._lock:
-            self._running -= 1
-            last = self._running == 0
-        if last:
-            self._ended.put(None)
-
-    def wait(self) -> BaseException | None:
-        """Wait for the last job. A Ctrl-C meanwhile is returned, for the caller to raise; a second one is raised
-        here."""
-        interrupted = None
-        while True:
-            try:
-                self._ended.get()
-            except BaseException as error:
-                if interrupted is not None:
-                    raise
-                interrupted = error
-                logging.getLogger("lockstep").warning(
-                    "lockstep: %s waits until %d replicas have ended; a second one does not wait",
-                    type(error).__name__,
-                    self._running,
-                )
-            else:
-                return interrupted
-
-
-@dataclass(slots=True)
-class _Job:
-    call: Callable[[], Any]
-    device: torch.device
-    index: int
-    group: _Group
-    variables: contextvars.Context
-    threads: int | None
-    streams: ReplicaStreams
-
-    def result(self) -> Any:
+    def run(self) -> list[Any]:
+        """Run all calls, and return their results when every one has ended; failures are among the results."""
+        if self._several_devices:
+            self._begin_others()
         try:
-            return self.variables.run(self._called)
-        except BaseException as error:
-            return _Failure(error)
+            for index in range(len(self._calls)):
+                if index == 0 or not self._workers:
+                    self._run_here(index)
+            self._running.wait()
+        except BaseException as interrupt:
+            self._running.wait_after(interrupt)
+            raise
+        else:
+            return self._results
+        finally:
+            self._results = []  # no circle, as above
+            if self._running.ended:
+                _pool.give_back(self._workers)
 
-    def _called(self) -> Any:
-        group = self.group
-        enter_replica(Replica(self.index, len(group.results), group.exchange, current_replica()))
-        with group.turns[self.index].taken(self.index), self.streams.drawing_from(self.index):
-            return group.context.run(self.call, self.device)
+    def _begin_others(self) -> None:
+        self._workers = _pool.take(len(self._calls) - 1)
+        self._running = _Running(len(self._workers))
+        for index, worker in enumerate(self._workers, 1):
+            worker.jobs.put((self, index, self._running))
+
+    def _run_here(self, index: int) -> None:
+        """Run a call in the caller's thread; what is no ``Exception``, such as a Ctrl-C, is raised at once."""
+        try:
+            self._results[index] = self._run(index, self._context.run_here)
+        except Exception as error:
+            self._results[index] = _Failure(error)
+
+    def run_on_worker(self, index: int) -> None:
+        """Run a call in another thread than the caller's."""
+        try:
+            self._results[index] = self._context.variables.copy().run(self._run, index, self._context.run)
+        except BaseException as error:
+            self._results[index] = _Failure(error)
+
+    def _run(self, index: int, run: Callable[[Callable[[], Any], torch.device], Any]) -> Any:
+        count = len(self._calls)
+        call = partial(run, self._calls[index], self._devices[index])
+        try:
+            with self._turns[index].taken(index):
+                return call() if count == 1 else Replica(index, count, self._exchange, self._outer).run(call)
+        finally:
+            self._exchange.leave(index)
+
+
+class _Running:
+    """The calls that run on workers: how many there are, and a way to wait until the last one has ended."""
+
+    def __init__(self, count: int = 0) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._all_ended = threading.Event()
+        if count == 0:
+            self._all_ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """True if all have ended."""
+        return self._all_ended.is_set()
+
+    def end(self) -> None:
+        """Record that one has ended."""
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                self._all_ended.set()
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        self._all_ended.wait()
+
+    def wait_after(self, interrupt: BaseException) -> None:
+        """Wait although there was a Ctrl-C; a second one is raised here."""
+        if not self.ended:
+            logging.getLogger("lockstep").warning(
+                "lockstep: %s waits until %d replicas have ended; a second one does not wait",
+                type(interrupt).__name__,
+                self._count,
+            )
+            self.wait()
 
 
 class _Worker:
@@ -259,18 +222,15 @@ class _Worker:
     _numbers = itertools.count()
 
     def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[_Group, int, _Running]] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name=f"lockstep-worker-{next(self._numbers)}", daemon=True).start()
 
     def _loop(self) -> None:
         while True:
-            job = self.jobs.get()
-            if job.threads is not None:
-                _threads.set(job.threads)
-            group, index, result = job.group, job.index, job.result()
-            del job  # before the caller goes on: a waiting worker must not keep tensors alive
-            group.end(index, result)
-            del group, result
+            group, index, running = self.jobs.get()
+            group.run_on_worker(index)
+            del group  # before the caller goes on: a waiting worker must not keep tensors alive
+            running.end()
 
 
 class _Pool:
@@ -286,8 +246,10 @@ class _Pool:
             if self._process != os.getpid():  # a forked process has none of its parent's threads
                 self._idle = []
                 self._process = os.getpid()
+            while len(self._idle) < count:
+                self._idle.append(_Worker())
             taken, self._idle = self._idle[:count], self._idle[count:]
-        return taken + [_Worker() for _ in range(count - len(taken))]
+        return taken
 
     def give_back(self, workers: list[_Worker]) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
-from lockstep.seeds import derive_seed
+from lockstep.seeds import derive_seed, seed_cpu
 
 
 class ShareKey(NamedTuple):
@@ -78,7 +78,7 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _seed_all(seed: int) -> None:
-    torch.random.default_generator.manual_seed(seed)  # type: ignore[attr-defined]
+    seed_cpu(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32])

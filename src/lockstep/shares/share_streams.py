@@ -3,9 +3,8 @@
 At the start of a share, all generators that programs use without naming one are seeded: PyTorch's of the CPU and of the
 module's accelerators, Python's and NumPy's. After the step all have their former states.
 
-Python's and NumPy's belong to the process. So does PyTorch's of the CPU, but a thread can be given one of its own; so a
-step outside the main thread draws from its thread's generator, and ranks that are threads do not disturb each other
-there. Of several simultaneous steps in one process, only the first one seeds Python's and NumPy's.
+All but those of accelerators belong to the process. So of several simultaneous steps in one process, of ranks that are
+threads, only the first one seeds them.
 """
 
 import random
@@ -18,8 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.local.random_streams import drawing_from
-from lockstep.seeds import derive_seed
+from lockstep.seeds import derive_seed, seed_cpu
 
 Seed = Callable[[int], object]
 _process = threading.Lock()
@@ -31,13 +29,6 @@ def random_streams(devices: Collection[torch.device]) -> Iterator[Seed]:
     """Yield a function that seeds every generator, and restore them. ``devices``: the accelerators that draw."""
     seeds: list[Seed] = []
     with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            stack.callback(torch.random.set_rng_state, torch.random.get_rng_state())
-            seeds.append(torch.default_generator.manual_seed)
-        else:
-            own = torch.Generator()
-            stack.enter_context(drawing_from(own))
-            seeds.append(own.manual_seed)
         for device in devices:
             if device.type != "cpu":
                 module: Any = torch.get_device_module(device)
@@ -45,6 +36,8 @@ def random_streams(devices: Collection[torch.device]) -> Iterator[Seed]:
                 seeds.append(partial(_seed_device, device))
         if _process.acquire(blocking=False):
             stack.callback(_process.release)
+            stack.callback(torch.set_rng_state, torch.get_rng_state())
+            seeds.append(seed_cpu)
             stack.callback(random.setstate, random.getstate())
             seeds.append(random.seed)
             if "numpy" in sys.modules:
