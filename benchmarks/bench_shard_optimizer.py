@@ -102,8 +102,8 @@ class Training:
         """Bytes of weights, gradients and state on this rank."""
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         inner = getattr(self.optimizer, "optim", None) or self.optimizer
-        inner = inner._sharding.twin if hasattr(inner, "_sharding") else inner
-        state = [each for values in inner.state.values() for each in values.values() if isinstance(each, torch.Tensor)]
+        values = [each for values in inner.state.values() for each in values.values()]
+        state = [getattr(each, "local", each) for each in values if isinstance(each, torch.Tensor)]  # of a StateSlice
         return {
             "weights": sum(each.nbytes for each in parameters),
             "gradients": sum(each.grad.nbytes for each in parameters if each.grad is not None),

@@ -24,7 +24,7 @@
     │       └── StalledError                  the other ranks no longer wait for this one
     ├── InspectionError (RuntimeError)        another process of this host cannot be inspected
     ├── ShardingError (RuntimeError, ValueError) an optimizer that cannot be sharded, or a use that needs all of it
-    │   └── UnknownOptimizerError (OptionError) an optimizer of which the program has to say how it may be divided
+    │   └── UnknownOptimizerError         the program has to say how it may be divided; also an OptionError
     └── ShareError (RuntimeError)             a backward or an optimizer's step outside of the order of shares
         └── AuditError                        a share that has different bits when it is computed again
 

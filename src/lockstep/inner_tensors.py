@@ -55,6 +55,11 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not has_own_dispatch(tensor)
 
 
+def is_ordinary(tensor: Tensor) -> bool:
+    """Return True for a plain tensor of PyTorch's own classes, which is no more than its memory."""
+    return type(tensor) in _OWN_CLASSES and is_plain(tensor) and not tensor.is_quantized
+
+
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors in which the values of a tensor lie; writing to them writes the tensor.
 
@@ -63,14 +68,14 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
     Raises :class:`NotReplicableError` for a class that does not say where its values are.
     """
-    if type(tensor) in _OWN_CLASSES and tensor.dtype in _COPIED and is_plain(tensor):
+    if tensor.dtype in _COPIED and is_ordinary(tensor):
         return [tensor.detach()]
     return [part for part in _parts(tensor) if isinstance(part, Tensor)]
 
 
 def describe(tensor: Tensor) -> str:
-    """Return what else than values must be the same on all ranks: empty for a plain tensor of PyTorch's own classes."""
-    if type(tensor) in _OWN_CLASSES and is_plain(tensor) and not tensor.is_quantized:
+    """Return what else than values must be the same on all ranks; empty for an ordinary tensor."""
+    if is_ordinary(tensor):
         return ""
     texts = [_shown(part) if isinstance(part, Tensor) else str(part) for part in _parts(tensor)]
     text = f"{type(tensor).__name__} of {', '.join(texts)}"

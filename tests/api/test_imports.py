@@ -20,7 +20,7 @@ USES = {
     "lockstep.distributed.replication": {"lockstep.distributed.comm", "lockstep.distributed.reduction"},
     "lockstep.distributed": set(),
     "lockstep.loop": CORE,
-    "lockstep.shares": {*CORE, "lockstep.local"},
+    "lockstep.shares": CORE,
     "lockstep.sharding": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.checkpoints": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.session": {

@@ -84,7 +84,7 @@ PUBLIC = {
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
         class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False, stop_signals=(<Signals.SIGINT: 2>, <Signals.SIGTERM: 15>))
-        shard_optimizer(optimizer)
+        shard_optimizer(optimizer, *, granularity=None)
         module sharding
         module shares
         should_stop(group=None)
@@ -177,12 +177,11 @@ PUBLIC = {
             .clip_grad_norm_(max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None)
             .gathered_state_dict(keeps)
             .load_state_dict(state_dict)
-            .state
             .state_dict()
             .step(closure=None)
         class StateSlice(local, start, shape, order)
         full_state_dict(optimizer, *, all_ranks=False)
-        shard_optimizer(optimizer)
+        shard_optimizer(optimizer, *, granularity=None)
     """,
     "lockstep.local": """
         Broadcast.apply(devices, *tensors)
@@ -261,6 +260,7 @@ PUBLIC = {
         ShareError(LockstepError, RuntimeError)
         StalledError(PeerFailure)
         StructureError(LockstepError, ValueError)
+        UnknownOptimizerError(OptionError, ShardingError)
         UnknownOptionError(OptionError, TypeError)
     """,
 }

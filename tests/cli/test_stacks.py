@@ -47,7 +47,7 @@ def test_this_process_is_shown_with_rank_step_and_phase(capsys):
         with progress.waiting("all_reduce, bucket 3"):
             code, out, err = shown(capsys, os.getpid())
     assert (code, err) == (0, "")
-    assert f"run letters, rank 1 of 4, process {os.getpid()}\n  step 12, backward, for 0.0 s; running for" in out
+    assert f"run letters, rank 1 of 4, process {os.getpid()}\n  after step 12, in backward, for 0.0 s; running" in out
     assert "waiting for all_reduce, bucket 3, for 0.0 s" in out
     assert "(rank 1 trains here), innermost frame last:" in out
     marked = [line for line in out.splitlines() if line.startswith(">")]
@@ -83,7 +83,7 @@ def test_all_processes_of_a_run_are_shown_and_those_that_cannot_show_their_stack
     three = outcome.stderr.index(f"run {run}, rank 2 of 3")
     assert "in ranks_that_wait" in outcome.stderr[one:two]
     assert "time.sleep(1000)" in outcome.stderr[two:three]
-    assert "step 7, start-up, for" in outcome.stderr[three:]
+    assert "after step 7, in start-up, for" in outcome.stderr[three:]
     assert "no stacks: process" in outcome.stderr[three:]
     assert "is stopped" in outcome.stderr[three:]
 

@@ -7,6 +7,8 @@ import copy
 import io
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -566,3 +568,27 @@ def test_replicas_of_a_gaussian_process():
     equal(loss, wanted.detach(), "loss", 1e-12)
     for (name, got), (_, expected) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
         equal(got.grad, expected.grad, name, 1e-12)
+
+
+# ------------------------------------------------------------------------------------- the end of a program
+
+
+ENDS = """
+import torch, torch.distributed as dist, lockstep
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+modules = [lockstep.replicate(torch.nn.Linear(2, 2)), lockstep.DistributedDataParallel(torch.nn.Linear(2, 2))]
+optimizers = [torch.optim.SGD(modules[0].parameters(), 0.1)]
+optimizers.append(lockstep.shard_optimizer(torch.optim.Adam(modules[1].parameters())))
+modules.append(lockstep.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]))
+for module in modules:
+    module(torch.ones(2, 2)).sum().backward()
+for optimizer in optimizers:
+    optimizer.step()
+"""
+
+
+def test_a_program_ends_without_a_word():
+    """Its modules are alive to the end, when names of Python's modules are gone: with dill, which torch imports."""
+    need("dill")
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -566,8 +566,8 @@ def test_ctrl_c_ends_a_forward_at_once(python):
     run = python(CTRL_C)
     assert run.stdout.readline() == "running\n"
     interrupt(run)
-    assert run.communicate() == ("interrupted\nTrue 1\n", "")
-    assert run.returncode == 0
+    assert (run.stdout.read(), run.stderr.read()) == ("interrupted\nTrue 1\n", "")
+    assert run.wait(60) == 0
 
 
 WHERE = pytest.mark.parametrize("where", [["meet"], ["meet", "again"]], ids=["in forward", "at a meeting"])

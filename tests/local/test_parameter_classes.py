@@ -8,7 +8,7 @@ from torch import nn
 
 import lockstep
 from lockstep.local import replicate
-from tensor_classes import Attributed, Marked, Packed, Quantised, State
+from tensor_classes import Attributed, Marked, Opaque, Packed, Quantised, State
 
 
 class Sees(nn.Module):
@@ -60,11 +60,12 @@ def frozen(kind):
         "marked": lambda: Marked(torch.ones(2), requires_grad=False),
         "float8": lambda: nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False),
         "uint16": lambda: nn.Parameter(torch.ones(2, dtype=torch.uint16), requires_grad=False),
+        "opaque": lambda: nn.Parameter(Opaque(torch.ones(2)), requires_grad=False),
         "sparse": lambda: nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False),
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["packed", "quantised", "marked", "float8", "uint16", "sparse"])
+@pytest.mark.parametrize("kind", ["packed", "quantised", "marked", "float8", "uint16", "opaque", "sparse"])
 def test_frozen_parameters_of_any_class(kind):
     network = Sees(frozen(kind))
     network.weight.no_decay = True

@@ -7,6 +7,7 @@ from torch import nn
 from bit_differences import BIT_DIFFERENCES, Values
 from lockstep.errors import OptionError
 from lockstep.shares import fingerprint
+from tensor_classes import Opaque, Packed
 
 
 class Module(nn.Module):
@@ -44,21 +45,17 @@ def test_only_buffers_that_are_saved_count():
     assert fingerprint(module) != before
 
 
-class Quantized(torch.Tensor):
-    """A tensor with its values in another one, and without memory of its own."""
+def test_inner_tensors_and_what_a_class_has_beside_them_count():
+    def of(payload=1, scale=0.5, bits=8):
+        return fingerprint(Module(Packed(torch.full((2, 3), payload, dtype=torch.int8), torch.tensor(scale), bits)))
 
-    @staticmethod
-    def __new__(cls, *shape):
-        return torch.Tensor._make_wrapper_subclass(cls, shape)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return args[0]
+    assert of() == of()
+    assert len({of(), of(payload=2), of(scale=0.25), of(bits=4)}) == 4
 
 
-def test_a_tensor_without_memory_is_an_error_by_name():
-    with pytest.raises(OptionError, match=r"cannot read parameter weight, a Quantized"):
-        fingerprint(Module(Quantized(2, 3)))
+def test_a_class_that_hides_its_values_is_an_error_by_name():
+    with pytest.raises(OptionError, match=r"cannot read parameter weight: a Opaque does not say where"):
+        fingerprint(Module(Opaque(torch.ones(2, 3))))
 
 
 def test_memory_does_not_count():

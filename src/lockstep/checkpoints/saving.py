@@ -26,7 +26,8 @@ from lockstep.checkpoints.layout import (
 )
 from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.state import OWN, Entry, HostCopies, Parts, entries_of, read
+from lockstep.checkpoints.same_values import check_same_values, told
+from lockstep.checkpoints.state import OWN, VALUE, Entry, HostCopies, Parts, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.collectives import Group
 from lockstep.errors import CheckpointError, OptionError
@@ -66,7 +67,8 @@ def save(
     Raises:
         CheckpointError: The checkpoint could not be written on some rank, or could not be read back; the message has
             the rank and the reason. Or another run has written to ``path`` meanwhile.
-        AgreementError: Ranks save different names or kinds of objects, or at different steps.
+        AgreementError: Ranks save different names or kinds of objects, different values that are not marked by
+            :func:`lockstep.checkpoints.per_rank`, or at different steps.
         CommunicationError: A rank does not answer. All ranks wait for the ranks that write, so the group's time-out has
             to be longer than a save takes.
 
@@ -119,6 +121,7 @@ class Saving:
         try:
             answers = ranks.together("save()", lambda: self._prepare(state))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
+            check_same_values(ranks.names, [answer["values"] for answer in answers])
             self._answers = answers
             self.number = 1 + max(answer["highest"] for answer in answers)
             if ranks.rank:
@@ -200,7 +203,9 @@ class Saving:
         self._gathered = [entry for entry in entries if entry.is_gathered]
         self._check_loadable()
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
-        answer = {"same": same, "host": self._ranks.host}
+        alike = [name for name, kind in self._kinds.items() if kind == VALUE and self._ranks.size > 1]
+        values = {name: told(self._parts[name].shared) for name in alike}
+        answer = {"same": same, "values": values, "host": self._ranks.host}
         if not self._ranks.rank:
             make_folders(self._files, self._path)
             answer |= {"run": self._own_run(), "unfinished": self._new.path.name}

@@ -37,6 +37,10 @@ GRACE_SECONDS = 1.0
 """Seconds that a rank that has lost its group waits to hear which rank failed."""
 LEFT_SECONDS = 1.0
 """Seconds that a rank waits for one that has left in good order, before that is an error."""
+LEFT_EARLY = (
+    "if its data has ended earlier, loop over run.batches(loader), which gives equally many to all ranks; if it has "
+    "stopped, let all stop together by run.agree(flag)"
+)
 UNKNOWN_END = (
     "it may have failed, which its own output tells; an error that leaves `with lockstep.session():` or `with "
     "lockstep.watch():` is shown here"
@@ -249,7 +253,7 @@ class FailureChannel:
     def announce_end(self, closed: bool = True) -> None:
         """Tell the others that this rank is done, in good order or after a failure; ``closed``: not because its program
         has ended without closing its session."""
-        kind, why = (Kind.LEFT, "") if closed else (Kind.UNCLOSED, UNKNOWN_END)
+        kind, why = (Kind.LEFT, LEFT_EARLY) if closed else (Kind.UNCLOSED, UNKNOWN_END)
         progress = self.progress
         left = Failure(self.rank, kind, progress.step, "tear-down", why, in_batches=progress.in_batches)
         self.left[self.rank] = left

@@ -9,6 +9,7 @@ others keep what their own forward has set there, until somebody else sets it: a
 replica is on its device and has its rows.
 """
 
+import operator
 import types
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ class Attributes:
         self._kept: dict[int, set[str]] = {}
         self._may_lead: dict[int, list[str]] = {}
         self._then = self._taken()
+        self._tables = _tables(self._then)
         for index, attributes in enumerate(self._then):
             self._look_at(index)
             if attributes.get(_COMPILED) is not None:
@@ -81,6 +83,8 @@ class Attributes:
             self._look_at(index)
             if _COMPILED in names:
                 self._compile(index)
+        if any(not names.isdisjoint(_TABLES) for names in changes.values()):
+            self._tables = _tables(now)
         return changes
 
     def _look_at(self, index: int) -> None:
@@ -105,7 +109,7 @@ class Attributes:
         if any(self._own_tables):  # forward has put hooks there
             for table in self._own_tables:
                 table.clear()
-        tables = [(i, n, table) for i, given in enumerate(self._then) for n in _TABLES if (table := given.get(n))]
+        tables = self._filled_tables()
         leading = self._leading()
         for number, copy in enumerate(self._copies):
             translate = Translation(copy.counterparts(self._all) if tables or leading or self._members else {})
@@ -128,6 +132,12 @@ class Attributes:
         for index, members in self._members:
             _copy_members(members, self._modules[index], row[index], translate)
 
+    def _filled_tables(self) -> list[tuple[int, str, Any]]:
+        """Return the network's tables of hooks that are not empty, usually none, with their modules and names."""
+        if not any(map(_THIRD, self._tables)):
+            return []
+        return [each for each in self._tables if each[2]]
+
     def _leading(self) -> list[tuple[int, str, Any]]:
         """Return the attributes that lead into the network: the numbers of their modules, their names and values."""
         values = ((i, name, self._then[i][name]) for i, names in self._may_lead.items() for name in names)
@@ -136,6 +146,13 @@ class Attributes:
             return []
         known = self._copies[0].counterparts(self._all)
         return [each for each in candidates if leads(each[2], known)]
+
+
+_THIRD = operator.itemgetter(2)
+
+
+def _tables(attributes: list[_Attributes]) -> list[tuple[int, str, Any]]:
+    return [(i, name, own[name]) for i, own in enumerate(attributes) for name in _TABLES if name in own]
 
 
 def _own_attributes(module: Module, copy: Module) -> _Attributes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lockstep.inner_tensors import copied, describe
+from lockstep.inner_tensors import copied, is_ordinary
 from lockstep.local.checks import require_on
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
@@ -70,7 +70,8 @@ class ReplicaBuffers:
         """Record the tensors in the slots, each once, and the slots that each is in."""
         self._found = found
         self._sources = list({id(t): t for t in found if t is not None}.values())
-        self._alone = {id(t) for t in self._sources if describe(t)}  # copied one by one, with class and attributes
+        # These are copied one by one, with class and attributes.
+        self._alone = {id(t) for t in self._sources if not is_ordinary(t)}
         numbers = {id(t): i for i, t in enumerate(self._sources)}
         self._order = [None if t is None else numbers[id(t)] for t in found]
         if any(t.device != self._source for t in self._sources):

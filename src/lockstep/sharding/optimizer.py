@@ -232,7 +232,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, granularity: Granularity | None 
             parameter for itself: without a norm or another number of several parameters, random numbers, or
             communication. ``"element"``: parameters are also cut, and the optimizer gets views of their memory. Right
             if ``step`` treats each element for itself; the state has to be of numbers and plain tensors. A parameter
-            of another class than ``torch.nn.Parameter`` is not cut. None: what the table says.
+            of another class than ``torch.nn.Parameter``, or with attributes, is not cut. None: what the table says.
 
     Returns:
         The same object, of the same class, with the methods of :class:`~lockstep.sharding.ShardedOptimizer`.

@@ -48,7 +48,8 @@ class OwnPiece(NamedTuple):
 class Placement:
     """The pieces of all ranks, and the state of this rank's."""
 
-    def __init__(self, granularity: Granularity, rank: int, world: int) -> None:
+    def __init__(self, granularity: Granularity, reads_attributes: bool, rank: int, world: int) -> None:
+        """``reads_attributes``: the optimizer may read attributes of parameters, which views do not have."""
         self.placed: list[Placed] = []
         self.by_rank: list[list[Piece]] = [[] for _ in range(world)]
         """The pieces of each rank, of parameters that are in the optimizer's groups now."""
@@ -62,6 +63,7 @@ class Placement:
         self.digest = ""
         """A digest of all of it, which is the same on all ranks."""
         self._granularity = granularity
+        self._reads_attributes = reads_attributes
         self._rank = rank
         self._assigned: list[list[Piece]] = [[] for _ in range(world)]  # also of parameters that have left
         self._numbers: dict[int, int] = {}
@@ -103,8 +105,9 @@ class Placement:
         self._assign(range(first, len(self.placed)))
 
     def _stays_whole(self, parameter: Tensor) -> bool:
-        is_usual = type(parameter) is Parameter or is_dtensor(parameter)  # a view would be of another class
-        return self._granularity == "tensor" or not parameter.dim() or not is_usual
+        is_other = type(parameter) is not Parameter and not is_dtensor(parameter)  # a view would be a plain tensor
+        has_more = is_other or (self._reads_attributes and bool(vars(parameter)))
+        return self._granularity == "tensor" or not parameter.dim() or has_more
 
     def _assign(self, numbers: Sequence[int]) -> None:
         world = len(self._assigned)

@@ -43,7 +43,7 @@ class Shards:
 
     def __init__(self, kind: type[Optimizer], granularity: Granularity, collectives: Collectives) -> None:
         self.collectives = collectives
-        self.placement = Placement(granularity, collectives.rank, collectives.world)
+        self.placement = Placement(granularity, not is_known(kind), collectives.rank, collectives.world)
         self.shown = ShownState(self.placement)
         """What ``optimizer.state`` is between steps."""
         self.steps = 0
@@ -294,14 +294,10 @@ class Shards:
             if mine != theirs
         )
         rank, (what, mine), (_, theirs) = next(differing)
-        hint = (
-            ""
-            if self._is_known or not self.steps
-            else (
-                f", unless {self._kind.__name__}.step() changed it: then that depends on several parameters, and the optimizer "
-                "has to be used as it is"
-            )
-        )
+        hint = ""
+        if self.steps and not self._is_known:
+            name = self._kind.__name__
+            hint = f"; if {name}.step() changes it by what it sees of several parameters, use {name} as it is"
         raise AgreementError(
             f"ranks differ in {what} of a sharded optimizer: {mine} on rank {ranks[0]}, {theirs} on rank {rank}; no "
             f"weight has been changed. Make it the same on all ranks{hint}"

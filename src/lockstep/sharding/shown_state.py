@@ -1,6 +1,5 @@
 """``optimizer.state`` of a sharded optimizer between its steps: this rank's part, which can be read and not changed."""
 
-from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
 from typing import Any, NoReturn
 
@@ -68,16 +67,21 @@ class ShownState(MutableMapping[Any, Any]):
 
 def sharded_state(placement: Placement) -> dict[Any, Any]:
     """Return this rank's state by parameter; tensors that belong to its elements are slices."""
-    found: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    found: dict[Any, Any] = {key: value for key, value in placement.state.items() if not isinstance(key, Tensor)}
     for own in placement.own:
-        parameter = placement.placed[own.piece.number].parameter
-        for name, value in placement.state.get(own.tensor, {}).items():
-            if is_of_elements(value, own):
-                order = placement.orders[own.piece.number]
-                value = StateSlice(flat(plain(value)), own.piece.start, plain(parameter).shape, order)
-            found[parameter][name] = value
-    found.update((key, value) for key, value in placement.state.items() if not isinstance(key, Tensor))
-    return dict(found)
+        if own.tensor in placement.state:
+            parameter = placement.placed[own.piece.number].parameter
+            values = placement.state[own.tensor].items()
+            found[parameter] = {name: _shown(value, own, placement) for name, value in values}
+    return found
+
+
+def _shown(value: Any, own: OwnPiece, placement: Placement) -> Any:
+    if not is_of_elements(value, own):
+        return value
+    number = own.piece.number
+    shape = plain(placement.placed[number].parameter).shape
+    return StateSlice(flat(plain(value)), own.piece.start, shape, placement.orders[number])
 
 
 def is_of_elements(value: Any, own: OwnPiece) -> bool:

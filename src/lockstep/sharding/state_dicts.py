@@ -102,9 +102,9 @@ def _as_tensor(value: Any, own: OwnPiece) -> Any:
 class _Described(NamedTuple):
     """The description of one rank's part of the state."""
 
-    names: list[list[list[str]]]
-    """For each piece the names of its values, with the dtype of a tensor that has an element for each of the piece's,
-    and an empty text for all else."""
+    names: list[list[list[str]] | None]
+    """For each piece with state the names of its values, with the dtype of a tensor that has an element for each of the
+    piece's, and an empty text for all else."""
     rest: int
     """The length in bytes of all else."""
     problem: str
@@ -149,19 +149,21 @@ def _problem_of(placement: Placement, rest: bytes) -> str:
                 if not isinstance(value, Tensor | int | float | str | None):
                     return (
                         f"state {name!r} of parameter {placement.placed[own.piece.number].name} is a "
-                        f"{type(value).__name__}, which torch.load(weights_only=True) does not read, so it is not sent to "
-                        "other ranks: this optimizer's state cannot be saved whole"
+                        f"{type(value).__name__}, which torch.load(weights_only=True) does not read, so it is not sent "
+                        "to other ranks: this optimizer's state cannot be saved whole"
                     )
         return "the state of the optimizer has something that torch.load(weights_only=True) does not read"
     return ""
 
 
-def _names(placement: Placement) -> list[list[list[str]]]:
+def _names(placement: Placement) -> list[list[list[str]] | None]:
     return [
         [
             [name, str(value.dtype).removeprefix("torch.") if is_of_elements(value, own) else ""]
-            for name, value in placement.state.get(own.tensor, {}).items()
+            for name, value in placement.state[own.tensor].items()
         ]
+        if own.tensor in placement.state
+        else None
         for own in placement.own
     ]
 
@@ -205,7 +207,7 @@ class _Whole:
 
     def _of_elements(self, rank: int) -> Iterator[tuple[Piece, str, torch.dtype]]:
         for piece, names in zip(self._placement.by_rank[rank], self._told[rank].names, strict=True):
-            for name, dtype in names:
+            for name, dtype in names or ():
                 if dtype:
                     yield piece, name, getattr(torch, dtype)
 
@@ -230,7 +232,7 @@ class _Whole:
         for rank, told in enumerate(self._told):
             rest = torch.load(io.BytesIO(bytes(self._rests[rank].tolist())), weights_only=True)
             for number, (piece, names) in enumerate(zip(self._placement.by_rank[rank], told.names, strict=True)):
-                if names and piece.number not in found:
+                if names is not None and piece.number not in found:
                     found[piece.number] = {
                         name: self._whole(piece.number, name) if dtype else rest[number][name] for name, dtype in names
                     }

@@ -10,7 +10,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep.dtensors import local_part
-from lockstep.errors import OptionError
+from lockstep.errors import NotReplicableError, OptionError
+from lockstep.inner_tensors import describe, inner_tensors
 from lockstep.wrapper import unwrapped
 
 
@@ -37,7 +38,7 @@ def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
         '2648152e3fcf9f0c'
 
     Raises:
-        OptionError: A tensor's class keeps its values in other tensors, as quantized weights do.
+        OptionError: A tensor's class does not say where its values lie (``__tensor_flatten__``).
 
     PyTorch has no such function.
     """
@@ -45,7 +46,7 @@ def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
     digest = hashlib.sha256()
     for name, value in (*_named_tensors(plain), *_optimizer_state(plain, optimizer)):
         if isinstance(value, Tensor):
-            _add(digest, name, local_part(value).detach())
+            _add(digest, name, local_part(value))
         else:
             digest.update(f"{name}\0{value!r}\0".encode())
     return digest.hexdigest()
@@ -76,11 +77,12 @@ def _optimizer_state(model: Module, optimizer: Optimizer | None) -> Iterator[tup
 
 def _add(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(f"{name}\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
-    values = tensor.cpu().contiguous()
-    size = values.numel() * values.element_size()
-    if size and not values.data_ptr():
-        raise OptionError(
-            f"fingerprint() cannot read {name}, a {type(tensor).__name__}: such a tensor has no memory of its own"
-        )
-    if size:
-        digest.update((ctypes.c_ubyte * size).from_address(values.data_ptr()))
+    try:
+        inner = inner_tensors(tensor)
+    except NotReplicableError as error:
+        raise OptionError(f"fingerprint() cannot read {name}: {error}") from None
+    digest.update(describe(tensor).encode())
+    for each in inner:
+        values = each.cpu().contiguous()
+        if values.nbytes:
+            digest.update((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))

@@ -4,6 +4,9 @@ As elsewhere, ranks compare what they are about to run, and notice ranks that ha
 another are the exception: they are not ordered with the collectives.
 """
 
+import os
+import queue
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -64,31 +67,107 @@ def wait_for(work: Any, group: Any, algorithm: Algorithm) -> None:
         raise CommunicationError(f"Gloo, beside the shm process group: {str(error).splitlines()[0]}") from error
 
 
-class MessageWork(dist.Work):
-    """A message to or from one rank, under way: a work of Gloo, with errors that name the rank."""
+_idle: "list[queue.SimpleQueue[Callable[[], object]]]" = []
+"""Threads that have waited, and can do so again: what each takes calls from."""
+os.register_at_fork(after_in_child=_idle.clear)
 
-    def __init__(self, begin: Callable[[], Any], tensors: list[Tensor], what: str) -> None:
+
+def waiting_elsewhere(call: Callable[[], object]) -> Iterator[None]:
+    """Run a call that may wait for ever on another thread; yield now and then until it is over, and raise its error.
+
+    Who stops asking leaves the thread to its wait.
+    """
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(calls,), name="lockstep waits", daemon=True).start()
+    over, errors = threading.Lock(), list[BaseException]()
+    over.acquire()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            over.release()
+
+    calls.put(run)
+    while not over.acquire(timeout=LIVENESS_SECONDS):
+        yield
+    _idle.append(calls)
+    if errors:
+        raise errors.pop()
+
+
+def _serve(calls: "queue.SimpleQueue[Callable[[], object]]") -> None:
+    while True:
+        calls.get()()
+
+
+class MessageWork(dist.Work):
+    """A message to or from one rank, under way: a work of Gloo, with errors that name the rank.
+
+    ``check_in_use`` raises if the group has ended; ``is_gone`` tells if the other rank has left it, or has died.
+    The first message to a rank ``connects`` to it, and may wait for that.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Any],
+        tensors: list[Tensor],
+        what: str,
+        check_in_use: Callable[[], object],
+        is_gone: Callable[[], bool],
+        *,
+        connects: bool,
+    ) -> None:
         super().__init__()
         self._tensors = tensors
         self._what = what
-        with self._errors():
+        self._check_in_use = check_in_use
+        self._is_gone = is_gone
+        self._work: Any = None
+
+        def begin_here() -> None:
             self._work = begin()
+
+        if connects:
+            self._run(begin_here)
+        else:
+            with self._errors():
+                begin_here()
+
+    def _run(self, call: Callable[[], object]) -> None:
+        """Run a call of Gloo on another thread, as nothing interrupts its wait for a rank that does not come."""
+        grace = 0.0
+        with self._errors():
+            for _ in waiting_elsewhere(call):
+                self._check_in_use()
+                grace += LIVENESS_SECONDS if self._is_gone() else 0.0
+                if grace > GRACE_SECONDS:  # the message may have come before
+                    raise self._error("it is connected no more")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise CommunicationError(
-                f"{self._what}: that rank has died, has left, or did not answer in time; look at its errors "
-                f"(Gloo, beside the shm process group: {str(error).splitlines()[0]})"
-            ) from error
+            raise self._error(str(error).splitlines()[0]) from error
+
+    def _error(self, gist: str) -> CommunicationError:
+        return CommunicationError(
+            f"{self._what}: that rank has died, has left, or did not answer in time; look at its errors "
+            f"(Gloo, beside the shm process group: {gist})"
+        )
 
     @outside_compiler
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the message has been sent or received; an error names the other rank."""
-        with self._errors():
-            return bool(self._work.wait(timeout) if timeout > timedelta(0) else self._work.wait())
+        """Wait until the message has been sent or received; raise if the group ends, or the other rank is gone."""
+        work = self._work
+        self._run(lambda: work.wait(timeout) if timeout > timedelta(0) else work.wait())
+        return True
 
     def synchronize(self) -> None:
         """Wait; a CPU has no stream to wait on."""
@@ -114,6 +193,10 @@ class MessageWork(dist.Work):
         """Return the future of Gloo's work: so far, there is none."""
         return self._work.get_future()
 
+    def _source_rank(self) -> int:
+        """Return the rank that has sent the message; PyTorch's ``recv`` asks for it."""
+        return int(self._work._source_rank())
+
 
 class CollectivesOfGloo:
     """The collectives that run on Gloo. Each is a method of its own: PyTorch's C++ code looks them up by name."""
@@ -125,6 +208,10 @@ class CollectivesOfGloo:
     @abstractmethod
     def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
         """Begin a collective that calls ``run``; profilers show it under the name ``what``."""
+
+    @abstractmethod
+    def _message(self, begin: Callable[[Any], Any], tensors: list[Tensor], what: str, other: int | None) -> MessageWork:
+        """Call ``begin`` with the Gloo group, for a message to or from a rank of the group; None for any rank."""
 
     @abstractmethod
     def _gloo_group(self) -> Any:
@@ -225,21 +312,20 @@ class CollectivesOfGloo:
     @outside_compiler
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:
         """Send tensors to one rank."""
-        group = self._gloo_group()
         what = f"send from rank {self._global_ranks[self.rank()]} to rank {self._global_ranks[dstRank]}"
-        return MessageWork(lambda: group.send(tensors, dstRank, tag), tensors, what)
+        return self._message(lambda group: group.send(tensors, dstRank, tag), tensors, what, dstRank)
 
     @outside_compiler
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:
         """Receive tensors from one rank."""
-        group = self._gloo_group()
         what = f"receive on rank {self._global_ranks[self.rank()]} from rank {self._global_ranks[srcRank]}"
-        return MessageWork(lambda: group.recv(tensors, srcRank, tag), tensors, what)
+        return self._message(lambda group: group.recv(tensors, srcRank, tag), tensors, what, srcRank)
 
     @outside_compiler
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive tensors from any rank that sends some."""
-        return self._gloo_group().recv_anysource(tensors, tag)
+        what = f"receive on rank {self._global_ranks[self.rank()]} from any rank"
+        return self._message(lambda group: group.recv_anysource(tensors, tag), tensors, what, None)
 
 
 def _bytes_of_each(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.abilities import Abilities, Addition, Chunks
 from lockstep.errors import AgreementError, CommunicationError, OptionError
-from lockstep.shm.gloo import CollectivesOfGloo
+from lockstep.shm.gloo import CollectivesOfGloo, MessageWork
 from lockstep.shm.many_hosts import Algorithm
 from lockstep.shm.native import NativeCollectives
 from lockstep.shm.runtime import Runtime, ShmOptions
@@ -51,6 +51,8 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._runtime = Runtime(
             store, rank, self._global_ranks, self._timeout, self._options, self._queue.is_waited_for
         )
+        self._messaged: set[int | None] = set()
+        """The ranks to or from which a message has begun, so that Gloo is connected to them."""
         self._begun = 0
         self._splits = 0
         self._group_name = ""
@@ -203,6 +205,18 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._begun += 1
         work = ShmWork(self._queue, run_collective, outputs, what)
         return self._queue.add(work, background=getattr(opts, "asyncOp", True))
+
+    def _message(self, begin: Callable[[Any], Any], tensors: list[Tensor], what: str, other: int | None) -> MessageWork:
+        peers, gloo = self._runtime.peers, self._gloo_group()
+
+        def is_gone() -> bool:
+            return other is not None and peers.is_gone(self._global_ranks[other])
+
+        connects = other not in self._messaged
+        check = self._runtime.check_in_use
+        work = MessageWork(lambda: begin(gloo), tensors, what, check, is_gone, connects=connects)
+        self._messaged.add(other)
+        return work
 
     def _gloo_group(self) -> Any:
         if self._runtime.gloo is None:

@@ -305,11 +305,24 @@ class Peers:
         if self.reason is not None:
             raise CommunicationError(self.reason)
 
-    def check_alive(self) -> None:
-        """Raise if another rank has died, or this one has left; no message of a living rank is read."""
+    def check_in_use(self) -> None:
+        """Raise if the group has ended for this rank, or is about to; any thread may call it."""
         self.check_open()
         if self._closing.is_set():
             raise CommunicationError(self._farewell)
+
+    def is_gone(self, global_rank: int) -> bool:
+        """Return True if a rank of this host has closed its connection, or has died; any thread may call it."""
+        peer = self.global_ranks.index(global_rank) if global_rank in self.global_ranks else -1
+        poll = select.poll()  # of its own: one thread at a time may use each
+        with suppress(KeyError, ValueError, OSError):  # on another host, this rank, or closed
+            poll.register(self._sockets[peer], 0)
+            return bool(poll.poll(0))
+        return False
+
+    def check_alive(self) -> None:
+        """Raise if another rank has died, or this one has left; no message of a living rank is read."""
+        self.check_in_use()
         for fd, _ in self._ends.poll(0):
             peer = next(peer for peer, each in self._sockets.items() if each.fileno() == fd)
             self._ends.unregister(fd)

@@ -128,6 +128,12 @@ class Runtime:
         except RuntimeError as error:
             raise _not_made(error) from error
 
+    def check_in_use(self) -> None:
+        """Raise if the group has ended, on any host; any thread may call it."""
+        self.peers.check_in_use()
+        if self.inter_host is not None:
+            self._notice.check()
+
     def abort(self, reason: str, collective_may_run: bool = False) -> None:
         """End the group on every rank of every host; pass ``collective_may_run`` if one may run in another thread."""
         if collective_may_run:

@@ -28,7 +28,7 @@ from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.parameters import ParameterSet
-from lockstep.distributed.reduction.status import UNKNOWN_STEPS, Part, PassLog, Status, StepLog
+from lockstep.distributed.reduction.status import Part, PassLog, Status, StepLog
 from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.dtensors import local_part
 
@@ -488,7 +488,7 @@ class RankState:
             own.drift.suspects,
             bool(window.weights),
             *(_NO_PASS if passive or self._skips else self.passes.summarize()),
-            self.steps.count if own.part is not Part.JOINED else UNKNOWN_STEPS,
+            self.steps.count,
             sum(window.weights),
         )
 

@@ -32,7 +32,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
@@ -488,7 +488,7 @@ class Reducer:
             elif failed:
                 self._members.drop_gradients()
             if failed or ended is not None:
-                self.rank_state.end_round(ended is not None, ended is not None and ended.is_applied and not failed)
+                self.rank_state.end_round(ended is not None, not (ended is None or failed or self._has_failed))
             else:
                 self.rank_state.end_pass(accumulated)
             for outer in self._open_passes:  # the gradients of this pass do not belong to those
@@ -571,7 +571,9 @@ class Reducer:
         self.common.modules.unregister(self)
         self._remove_triggers()
 
-    def __del__(self) -> None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_ending():  # the names below may be gone: test_a_program_ends_without_a_word
+            return
         for each in self.parameters if not self.retired else ():
             if owner_of(each.parameter) in (None, self):
                 note_outlived(each.parameter, each.name)

@@ -66,10 +66,10 @@ def replicate(
     If the module is on the meta device, or there is no process group yet, the first forward begins the replication.
 
     Communicates, at the beginning, one small all-gather, in which the ranks compare names, order, shapes, dtypes and
-    options, and broadcasts of rank 0's values in buckets of 10 MiB. Each backward communicates one all-reduce for each
-    bucket of gradients, while the rest of backward runs. A bucket has 25 MiB, the first one 1 MiB (not on ``shm``).
-    A gradient of at least 4 MiB is sent without a bucket. The last all-reduce also carries the parameters that were
-    used, small buffers, and failures.
+    options, broadcasts of rank 0's values in buckets of 10 MiB, and a second small all-gather, in which the ranks tell
+    each other that they have managed. Each backward communicates one all-reduce for each bucket of gradients, while the
+    rest of backward runs. A bucket has 25 MiB, the first one 1 MiB (not on ``shm``). A gradient of at least 4 MiB is
+    sent without a bucket. The last all-reduce also carries the parameters that were used, small buffers, and failures.
 
     ``torch.autograd.grad`` returns the gradients of this rank alone, and gradients from ``backward(create_graph=True)``
     have no graph: use :func:`lockstep.loop.mean_over_ranks`.
@@ -77,9 +77,11 @@ def replicate(
     Raises:
         UnknownOptionError: A misspelt option (a ``TypeError``).
         OptionError: Options that make no sense.
-        AgreementError: The ranks differ, on every rank.
+        AgreementError: The ranks differ, or one of them has failed; raised on every rank.
         AlreadyManagedError: The module is replicated already, or under ``fully_shard``.
         CommunicationError: A rank does not answer.
+
+    A call that fails leaves no trace on the module, on any rank, except that its values may be rank 0's already.
 
     Example:
         >>> import torch, torch.distributed as dist

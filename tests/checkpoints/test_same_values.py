@@ -1,0 +1,57 @@
+"""Values that are saved once for all ranks are the same on all, or an error names them and how to mark them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.checkpoints.same_values import told
+from lockstep.errors import AgreementError
+from threaded import run_ranks
+
+EQUAL = [
+    (3, 3),
+    ({"a": 1, "b": 2.5}, {"b": 2.5, "a": 1}),
+    ({"x", "y", "z"}, {"z", "y", "x"}),
+    (torch.arange(6).view(2, 3), torch.tensor([[0, 3], [1, 4], [2, 5]]).t()),
+    ([torch.tensor(float("nan"))], [torch.tensor(float("nan"))]),
+    ("x" * 100, "x" * 100),
+    (torch.tensor(1 + 2j).conj(), torch.tensor(1 - 2j)),
+]
+DIFFERENT = [
+    (3, 4),
+    (1, 1.0),
+    (1, True),
+    ([1, [2]], [[1], 2]),
+    ([1, 2], (1, 2)),
+    (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+    (torch.zeros(2, 3), torch.zeros(3, 2)),
+    ("x" * 100, "x" * 99 + "y"),
+    ({"a": {"b": torch.zeros(1)}}, {"a": {"b": torch.ones(1)}}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
+def test_equal_values_are_told_alike(one, other):
+    assert told(one) == told(other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_different_values_are_not(one, other):
+    assert told(one) != told(other)
+
+
+def test_a_value_that_differs_by_rank_is_named_and_may_be_marked(tmp_path):
+    def train(rank):
+        with pytest.raises(AgreementError) as raised:
+            lockstep.save(tmp_path, group=rank.group, epoch=rank.rank, names=["a"])
+        per_rank = lockstep.checkpoints.per_rank
+        folder = lockstep.save(tmp_path, group=rank.group, epoch=per_rank(rank.rank), names=["a"])
+        found = lockstep.resume(tmp_path, group=rank.group)
+        return str(raised.value), folder.exists(), found.values["epoch"]
+
+    for rank, (message, exists, epoch) in enumerate(run_ranks(2, train)):
+        assert message.startswith("save(): ranks differ in epoch: it is 0 on rank 0, and 1 on rank 1. One file has it")
+        assert "epoch=lockstep.checkpoints.per_rank(...)" in message
+        assert (exists, epoch) == (True, rank)

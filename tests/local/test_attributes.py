@@ -1,0 +1,279 @@
+"""What replicas see of attributes of a network: values that lead into it, and objects of other classes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import DataParallel
+from lockstep.errors import NotReplicableError
+from lockstep.local import ReplicaSet
+from lockstep.local.translation import LIMIT, Translation, is_plain, leads
+
+CPU = torch.device("cpu")
+CPUS = ["cpu", "cpu"]
+
+
+# --------------------------------------------------------------------------------------- translation
+
+OLD, NEW = nn.Linear(1, 1), nn.Linear(1, 1)
+KNOWN = {id(OLD): NEW}
+
+
+class Layer(nn.Linear):
+    def method(self):
+        return self
+
+
+BOUND, COUNTERPART = Layer(1, 1), Layer(1, 1)
+KNOWN[id(BOUND)] = COUNTERPART
+
+VALUES = {
+    "itself": (OLD, NEW),
+    "list": ([1, OLD], [1, NEW]),
+    "tuple": ((OLD, (OLD,)), (NEW, (NEW,))),
+    "dict": ({"a": OLD, "b": 1}, {"a": NEW, "b": 1}),
+    "key": ({OLD: "a"}, {NEW: "a"}),
+    "set": ({OLD, 1}, {NEW, 1}),
+    "frozenset": (frozenset({OLD}), frozenset({NEW})),
+    "deque": (deque([OLD], maxlen=3), deque([NEW], maxlen=3)),
+    "OrderedDict": (OrderedDict(a=OLD), OrderedDict(a=NEW)),
+    "defaultdict": (defaultdict(list, a=OLD), defaultdict(list, a=NEW)),
+    "bound method": (BOUND.method, COUNTERPART.method),
+    "weak reference": (weakref.ref(OLD), weakref.ref(NEW)),
+    "nested": ([{"a": (deque([OLD]),)}], [{"a": (deque([NEW]),)}]),
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), VALUES.values(), ids=VALUES)
+def test_a_value_that_leads_to_a_module_is_rebuilt(value, expected):
+    assert leads(value, KNOWN)
+    translated = Translation(KNOWN)(value)
+    assert type(translated) is type(expected)
+    assert translated == expected
+    assert getattr(translated, "default_factory", None) is getattr(expected, "default_factory", None)
+    assert getattr(translated, "maxlen", None) == getattr(expected, "maxlen", None)
+
+
+def test_a_partial_function_is_rebuilt():
+    partial = functools.partial(OLD, [BOUND], 3, layer=OLD, n=1)
+    translated = Translation(KNOWN)(partial)
+    assert leads(partial, KNOWN)
+    assert (translated.func, translated.args, translated.keywords) == (NEW, ([COUNTERPART], 3), {"layer": NEW, "n": 1})
+
+
+def test_a_container_that_is_shared_or_contains_itself_is_rebuilt_once():
+    shared = [OLD]
+    circle = {"one": shared, "two": (shared,)}
+    circle["self"] = circle
+    assert leads(circle, KNOWN)
+    translated = Translation(KNOWN)(circle)
+    assert translated["one"] is translated["two"][0]
+    assert translated["one"] == [NEW]
+    assert translated["self"] is translated
+
+
+Named = namedtuple("Named", "layer")
+
+
+@dataclass
+class Holder:
+    layer: nn.Module
+
+
+class Subclass(list):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Named(OLD), Holder(OLD), Subclass([OLD]), lambda: OLD, [1, "a", None, {"b": 2}], [], itertools.repeat(OLD)],
+)
+def test_any_other_value_stays_the_same_object(value):
+    assert not leads(value, KNOWN)
+    assert Translation(KNOWN)(value) is value
+
+
+def test_a_value_with_very_many_parts_is_not_looked_into():
+    parts = [OLD] + [0] * LIMIT
+    assert not leads(parts, KNOWN)
+    assert is_plain(parts)
+    assert Translation(KNOWN)(parts) is parts
+    assert not leads([[[0]] * 2 for _ in range(LIMIT)] + [OLD], KNOWN)
+
+
+# ------------------------------------------------------------------------------ objects of other classes
+
+
+class NoLength(tuple):
+    """As e3nn's ``Irreps``."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+    __iter__ = __eq__ = __contains__ = __len__
+    __hash__ = None
+
+
+class Closed(dict):
+    def items(self):
+        raise PermissionError
+
+    values = keys = __iter__ = __len__ = items
+
+
+class Unloaded(list):
+    def __iter__(self):
+        raise RuntimeError
+
+    __len__ = __iter__
+
+
+class Unequal:
+    def __eq__(self, other):
+        raise ValueError
+
+    __hash__ = __bool__ = __len__ = __eq__
+
+
+class Anything:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+OBJECTS = {
+    "tuple": lambda: NoLength((1, torch.ones(1))),
+    "dict": lambda: Closed(a=torch.ones(1)),
+    "list": lambda: Unloaded([torch.ones(1)]),
+    "equal": Unequal,
+    "list of them": lambda: [Unequal(), (Anything(), NoLength())],
+    "dict of them": lambda: {1: Unequal(), "a": Closed()},
+    "any attribute": Anything,
+}
+
+
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
+@pytest.mark.parametrize("leading", [False, True])
+def test_no_method_of_an_object_is_called(make, leading, devices, first):
+    """Whether it stands alone or beside a layer of the network."""
+    network = nn.Sequential(nn.Linear(3, 2)).to(first)
+    value = make()
+    network[0].note = [value, network[0]] if leading else value
+    replicas = ReplicaSet(network, devices(2))
+    for _ in range(2):
+        for replica in replicas.refresh():
+            note = vars(replica[0])["note"]
+            assert (note[0] if leading else note) is value
+            assert not leading or note[1] is replica[0]
+
+
+class Base:
+    __slots__ = ("layers", "rate")
+
+
+class Slotted(Base, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.rate, self.layers = 2.0, [self.linear]
+
+    def forward(self, x):
+        return self.layers[0](x) * self.rate
+
+
+def test_attributes_in_slots(devices, first):
+    network = Slotted().to(first)
+    parallel, x = DataParallel(network, devices(2)), torch.randn(4, 3).to(first)
+    for network.rate in (2.0, 3.0):
+        torch.testing.assert_close(parallel(x), network(x))
+    replica = parallel._replicas.refresh()[1]
+    assert replica.layers[0] is replica.linear
+    del network.rate
+    assert not hasattr(parallel._replicas.refresh()[1], "rate")
+
+
+# ----------------------------------------------------------------------------- what forward itself does
+
+
+class Masked(nn.Module):
+    """As PyTorch's example of a language model: it makes a mask at its first forward, and keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None or len(self.mask) != x.shape[1]:
+            self.mask = torch.ones(x.shape[1], device=x.device)
+        return self.linear(x) * self.mask
+
+
+def test_a_tensor_that_forward_keeps_is_on_the_device_of_its_replica(devices, first):
+    parallel, x = DataParallel(Masked().to(first), devices(2)), torch.randn(4, 3).to(first)
+    for _ in range(3):
+        torch.testing.assert_close(parallel(x), parallel.module(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(3, 3)
+        self.hidden = None
+
+    def forward(self, x):
+        self.hidden = self.cell(x, None if self.hidden is None else self.hidden.detach())
+        return self.hidden
+
+
+def test_a_hidden_state_belongs_to_the_rows_of_its_replica(devices, first):
+    """Until it is set anew."""
+    torch.manual_seed(0)
+    network, twin = Recurrent().to(first), Recurrent().to(first)
+    twin.load_state_dict(network.state_dict())
+    parallel, x = DataParallel(network, devices(3)), torch.randn(6, 3).to(first)
+    for step in range(4):
+        if step == 2:
+            network.hidden = twin.hidden = None
+        torch.testing.assert_close(parallel(x), twin(x))
+
+
+def test_what_forward_deletes_is_gone_in_its_replica(devices, first):
+    class Once(nn.Linear):
+        def forward(self, x):
+            if hasattr(self, "start"):
+                del self.start
+            return super().forward(x)
+
+    network = Once(3, 2).to(first)
+    network.start = True
+    parallel, x = DataParallel(network, devices(2)), torch.randn(4, 3).to(first)
+    for _ in range(2):
+        parallel(x)
+        assert [hasattr(replica, "start") for replica in parallel._replicas.refresh()] == [False, False]
+    network.start = True
+    assert [hasattr(replica, "start") for replica in parallel._replicas.refresh()] == [True, True]
+
+
+def test_hooks_that_a_replica_registers_are_gone_at_the_next_use(devices, first):
+    replicas = ReplicaSet(nn.Sequential(nn.Linear(3, 2)).to(first), devices(2))
+    replica = replicas.refresh()[1]
+    replica[0].register_forward_hook(lambda *_: None)
+    assert not replicas.refresh()[1][0]._forward_hooks
+
+
+def test_containers_nested_too_deeply_are_named():
+    network = nn.Linear(2, 2)
+    deep = [network]
+    for _ in range(3000):
+        deep = [deep]
+    network.deep = deep
+    with pytest.raises(NotReplicableError, match="attribute deep of a Linear"):
+        ReplicaSet(network, [CPU, CPU]).refresh()
