@@ -1,10 +1,9 @@
-"""Claim: handing work to 8 kept worker threads costs at most half of starting 8 new ones.
+"""Claim: calling 8 modules on the CPU, in turns, costs at most half of starting 8 new threads.
 
 Measured, host time only, in one run: ``parallel_apply`` of 8 modules that do nothing, on the CPU, against starting and
 joining 8 threads that do nothing, and against 8 new threads that do what those of
 ``torch.nn.parallel.parallel_apply`` do around the module's call (set grad mode, enter autocast, put the result under a
-lock); PyTorch's own function refuses to run without an accelerator. Ours also carries over autocast, streams,
-contextvars and intra-op threads.
+lock); PyTorch's own function refuses to run without an accelerator.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ def main() -> None:
             [count, *map(ms, medians.values()), *(f"{own / medians[n]:.3f}" for n in ("new threads", "like torch"))]
         )
         aim = 0.5 if count == 8 else None
-        lines.append((f"{count} empty workers, lockstep / new threads", own, medians["new threads"], aim))
-        lines.append((f"{count} empty workers, lockstep / like torch", own, medians["like torch"], aim))
+        lines.append((f"{count} empty modules, lockstep / new threads", own, medians["new threads"], aim))
+        lines.append((f"{count} empty modules, lockstep / like torch", own, medians["like torch"], aim))
     table(
-        "One call with workers that do nothing",
-        ("workers", "lockstep ms", "new threads ms", "like torch ms", "lockstep / new", "lockstep / like torch"),
+        "One call of modules that do nothing",
+        ("modules", "lockstep ms", "new threads ms", "like torch ms", "lockstep / new", "lockstep / like torch"),
         rows,
     )
     print()

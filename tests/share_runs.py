@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +33,18 @@ CELLS = [
 ]
 
 
+def dropout_rate(rate: float) -> float:
+    """The rate for ranks that are processes; those that are threads share the generator of the CPU: without dropout."""
+    return rate if threading.current_thread() is threading.main_thread() else 0.0
+
+
 class Characters(nn.Module):
     """Predicts the next of 32 characters; with dropout."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, width)
-        self.layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=dropout_rate(0.1), batch_first=True)
         self.head = nn.Linear(width, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +63,7 @@ def digits(width: int = 8) -> nn.Module:
         nn.Conv2d(width, 2 * width, 3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Dropout(0.2),
+        nn.Dropout(dropout_rate(0.2)),
         nn.Linear(2 * width * 16, 10),
     )
 

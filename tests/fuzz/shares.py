@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import AgreementError, NotReplicableError, PeerError
 from lockstep.shares import share_exchange as reduction
-from share_runs import forever
+from share_runs import dropout_rate, forever
 from threaded import Rank, run_ranks
 
 WIDTH = 4
@@ -98,7 +98,7 @@ class Network(nn.Module):
         for number, each in enumerate(self.layers):
             if number != 1 or x[0, 0] > 0:
                 x = torch.tanh(each(x.to(each.weight.dtype)))
-        return nn.functional.dropout(self.norm(x.float()), 0.2, self.training).square().sum(1)
+        return nn.functional.dropout(self.norm(x.float()), dropout_rate(0.2), self.training).square().sum(1)
 
 
 def layer(number: int) -> nn.Linear:

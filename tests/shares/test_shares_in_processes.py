@@ -12,7 +12,6 @@ from torch import nn
 import lockstep
 from processes import run_processes
 from share_runs import CELLS, data_of, digits, make_optimizer, train
-from threaded import run_ranks
 
 
 class Noise(nn.Module):
@@ -55,5 +54,5 @@ def few_cells(rank):
 
 
 @pytest.mark.parametrize(("world", "backend"), [(2, "shm"), (3, "gloo")])
-def test_processes_come_to_the_bits_of_threads(world, backend):
-    assert run_processes(world, few_cells, backend=backend) == run_ranks(1, few_cells) * world
+def test_processes_come_to_the_bits_of_one(world, backend):
+    assert run_processes(world, few_cells, backend=backend) == run_processes(1, few_cells) * world
