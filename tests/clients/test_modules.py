@@ -592,3 +592,25 @@ def test_a_program_ends_without_a_word():
     need("dill")
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class Field(nn.Module):
+    """As torchdiffeq asks for the parameters of a replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        layer = self.layer
+        if getattr(layer, "_is_replica", False):
+            found = [value for value in vars(layer).values() if torch.is_tensor(value)]
+        else:
+            found = list(layer.parameters())
+        assert len(found) == 2
+        return self.layer(x)
+
+
+def test_replicas_that_are_asked_for_parameters():
+    parallel = lockstep.DataParallel(Field(), ["cpu", "cpu"])
+    parallel(torch.ones(4, 4)).sum().backward()

@@ -138,10 +138,16 @@ def _shells(module: Module) -> list[tuple[Module, Module]]:
     if is_compiled(module):  # hands attributes that are set on it to the module inside
         shell = module.__new__(type(module))
         vars(shell).update(vars(module))
+    elif isinstance(
+        module, torch.fx.GraphModule
+    ):  # its own method makes a class, which misses later edits of the graph
+        shell = object.__new__(type(module))
+        vars(shell).update(vars(module), _modules=module._modules.copy())
     elif isinstance(module, LazyModuleMixin):  # its own method raises, even once the module has its shapes
         shell = Module._replicate_for_data_parallel(module)
     else:
         shell = module._replicate_for_data_parallel()  # a class may make its replicas itself
+    vars(shell).pop("_is_replica", None)  # says that parameters() is empty (torchdiffeq), which it is not
     for kind in ("_parameters", "_buffers"):
         vars(shell)[kind] = dict.fromkeys(vars(module)[kind])
     return [(module, shell)]

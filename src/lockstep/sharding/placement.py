@@ -107,18 +107,24 @@ class Placement:
     def _stays_whole(self, parameter: Tensor) -> bool:
         is_other = type(parameter) is not Parameter and not is_dtensor(parameter)  # a view would be a plain tensor
         has_more = is_other or (self._reads_attributes and bool(vars(parameter)))
-        return self._granularity == "tensor" or not parameter.dim() or has_more
+        # Kernels for the CPU round half precision otherwise where they go element by element, at the ends of what each
+        # thread gets, which are at other places in a slice: test_half_precision_is_not_cut_on_the_cpu.
+        is_half = parameter.dtype.itemsize < 4 and parameter.device.type == "cpu"
+        return self._granularity == "tensor" or not parameter.dim() or has_more or is_half
 
     def _assign(self, numbers: Sequence[int]) -> None:
         world = len(self._assigned)
         whole = [number for number in numbers if self.placed[number].is_whole]
-        costs = [matrix_cost(self.placed[number].parameter.shape) for number in whole]
+        costs = [self._cost(self.placed[number].parameter) for number in whole]
         for rank, share in enumerate(share_out(costs, world)):
             self._assigned[rank] += [Piece(whole[each], 0, self._numel(whole[each])) for each in share]
         for dtype in dict.fromkeys(self.placed[number].kind[0] for number in numbers):
             cut = [n for n in numbers if not self.placed[n].is_whole and self.placed[n].kind[0] == dtype]
             for rank, pieces in enumerate(cut_evenly([self._numel(number) for number in cut], world)):
                 self._assigned[rank] += [piece._replace(number=cut[piece.number]) for piece in pieces]
+
+    def _cost(self, parameter: Tensor) -> float:
+        return matrix_cost(parameter.shape) if self._granularity == "tensor" else parameter.numel()
 
     def _numel(self, number: int) -> int:
         return plain(self.placed[number].parameter).numel()
