@@ -332,3 +332,30 @@ def test_tracing_exporting_and_compiling():
         assert torch.equal(torch.func.functional_call(module, dict(module.named_parameters()), (x,)), expected)
 
     run_ranks(1, call)
+
+
+class Equal(Plain):
+    """Equal to all others of its class; its property is not to be asked for."""
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 1
+
+    @property
+    def no_sync(self):
+        raise RuntimeError("asked for")
+
+
+def test_modules_that_are_equal_are_replicated_each_for_itself():
+    def call(rank):
+        modules = Equal(), Equal(), Equal()
+        for module in modules[:2]:
+            lockstep.replicate(module, process_group=rank.group)
+            module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+        states = {id(lockstep.replicate.state(module)._replication) for module in modules[:2]}
+        grads = [module.layer.weight.grad.tolist() for module in modules[:2]]
+        return [isinstance(module, Replicated) for module in modules], len(states), grads
+
+    assert run_ranks(2, call) == [([True, True, False], 2, [[[1.5, 1.5]] * 2] * 2)] * 2

@@ -1,11 +1,11 @@
 """Counts the steps of a program's optimizers, in this rank's page of progress."""
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
 from lockstep.failures.progress import Phase, Progress
+from lockstep.identity_map import IdentityMap
 from lockstep.optimizer_steps import has_replicated_parameters, observe_steps, stop_observing
 
 
@@ -21,8 +21,8 @@ class StepCounter:
         self._progress = progress
         self._enter = enter
         self._start = progress.step
-        self._made: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._next: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._made: IdentityMap[int] = IdentityMap()
+        self._next: IdentityMap[int] = IdentityMap()
         observe_steps(self)
 
     def step_begins(self, optimizer: Optimizer) -> None:

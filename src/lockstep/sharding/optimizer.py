@@ -24,6 +24,7 @@ from lockstep.distributed.replication.join import is_in_join
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import Replication, replications
 from lockstep.errors import AlreadyManagedError, NotReplicableError, ShardingError
+from lockstep.identity_map import IdentityMap
 from lockstep.sharding import state_dicts
 from lockstep.sharding.granularity import Granularity, granularity_of, step_of
 from lockstep.sharding.promises import check_can_be_sharded
@@ -62,7 +63,7 @@ class _Sharding:
             )
 
 
-_shardings: "weakref.WeakKeyDictionary[Optimizer, _Sharding]" = weakref.WeakKeyDictionary()
+_shardings: IdentityMap[_Sharding] = IdentityMap()
 _sharded_by: "weakref.WeakValueDictionary[int, Optimizer]" = weakref.WeakValueDictionary()  # by a parameter's id
 
 

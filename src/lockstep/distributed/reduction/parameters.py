@@ -24,7 +24,7 @@ from itertools import chain
 from operator import attrgetter, call, is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -49,11 +49,12 @@ from lockstep.distributed.reduction.managed_parameters import (
     restore_later,
 )
 from lockstep.errors import AlreadyManagedError, LockstepError, NotReplicableError, OptionError
+from lockstep.identity_map import IdentityMap
 from lockstep.inner_tensors import check_trained, inner_tensors_of
 from lockstep.optimizer_steps import has_any
 from lockstep.tensor_state import Layouts
 
-_replicated: "WeakSet[Module]" = WeakSet()
+_replicated: IdentityMap[None] = IdentityMap()
 """The modules and wrappers that have been replicated."""
 
 
@@ -115,7 +116,9 @@ class Selection:
         self._ignored_names = frozenset(ignored_names)
         self._device_ids = device_ids
         self._output_device = output_device
-        self._ignored = WeakSet(ignored)
+        self._ignored: IdentityMap[None] = IdentityMap()
+        for each in ignored:
+            self._ignored[each] = None
 
     @property
     def module(self) -> Module:
@@ -246,7 +249,7 @@ def note_replicated(module: Module, undo: ExitStack) -> None:
     removes the record."""
     if module not in _replicated:
         undo.callback(_replicated.discard, module)
-        _replicated.add(module)
+        _replicated[module] = None
 
 
 def _replicated_children(module: Module) -> Iterator[Module]:

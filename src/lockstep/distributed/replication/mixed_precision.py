@@ -26,6 +26,7 @@ from lockstep.compiler import outside_compiler
 from lockstep.distributed.reduction.buffers import holders
 from lockstep.distributed.reduction.comm_hooks import GradBucket
 from lockstep.errors import OptionError
+from lockstep.identity_map import IdentityMap
 from lockstep.tree import tree_map
 from lockstep.wrapper import ModuleHook
 
@@ -84,7 +85,7 @@ class Casts:
         self._thread = 0
         self._slots: list[_Slot] = []
         self._rnns: list[RNNBase] = []
-        self._hooked: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._hooked: IdentityMap[None] = IdentityMap()
         self._handles: list[RemovableHandle] = []
 
     def attach(self, module: Module, undo: ExitStack) -> None:
@@ -103,7 +104,7 @@ class Casts:
         Parametrizations are left out, since they are called wherever their parameter is read.
         """
         if module not in self._hooked and not isinstance(module, ParametrizationList):
-            self._hooked.add(module)
+            self._hooked[module] = None
             self._handles.append(module.register_forward_pre_hook(_Enter(module, self)))
             leave = _Leave(module, self)  # prepended: other hooks see the originals
             self._handles.append(module.register_forward_hook(leave, always_call=True, prepend=True))

@@ -6,6 +6,7 @@ plain.
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.nn import Module
@@ -129,8 +130,8 @@ def _attach(module: Module, replication: Replication, undo: ExitStack) -> None:
 
 
 def _has_own(module: Module, name: str) -> bool:
-    """Return True if the module has an attribute of that name itself, which is not a method added to another."""
-    return hasattr(module, name) and not isinstance(getattr(getattr(module, name), "__self__", None), Replication)
+    """Return True if the module or its class has an attribute of that name; a property is not asked for its value."""
+    return getattr_static(module, name, None) is not None
 
 
 class _ForwardHook(ModuleHook):

@@ -31,6 +31,7 @@ from lockstep.distributed.reduction.managed_parameters import Owner
 from lockstep.distributed.reduction.parameters import Contents, Selection, note_replicated
 from lockstep.distributed.replication.options import Options, input_device, move_to
 from lockstep.errors import LockstepError, NotReplicableError
+from lockstep.identity_map import IdentityMap
 from lockstep.inner_tensors import inner_tensors
 from lockstep.phases import Phases, Statistics
 from lockstep.run_all import RunAll
@@ -273,7 +274,7 @@ def broadcast_values(values: Values, collectives: Collectives, steps: RunAll, so
 
 # ----------------------------------------------------------------------------- which module has which
 
-_replications: "weakref.WeakKeyDictionary[Module, weakref.ref[Replication]]" = weakref.WeakKeyDictionary()
+_replications: IdentityMap[weakref.ref[Replication]] = IdentityMap()
 
 
 def register(module: Module, replication: Replication, undo: ExitStack) -> None:
@@ -286,7 +287,7 @@ def register(module: Module, replication: Replication, undo: ExitStack) -> None:
 
 def _set_replication(module: Module, link: "weakref.ref[Replication] | None") -> None:
     if link is None:
-        _replications.pop(module, None)
+        _replications.discard(module)
     else:
         _replications[module] = link
 
@@ -299,7 +300,7 @@ def find_replication(module: Module) -> Replication | None:
 
 def replications() -> list[Replication]:
     """Return all replications of this process, in the order in which they were made."""
-    found = (link() for link in list(_replications.values()))
+    found = (link() for link in _replications.values())
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
