@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -45,21 +46,25 @@ def _is_compiling() -> bool:
 
 
 def is_recorded() -> bool:
-    """Return True if something records or replaces what this thread computes, and not what other threads do.
-
-    That is ``torch.jit.trace``, ``make_fx``, ``torch.export``, the transforms of ``torch.func``, forward-mode autograd,
-    and every mode, such as ``FlopCounterMode``, except for a default device.
-    """
+    """Return True if operations of this thread are recorded or transformed, not run: by ``torch.jit.trace``,
+    ``make_fx``, ``torch.export``, ``torch.func`` or forward-mode autograd."""
     return (
         torch.compiler.is_exporting()
         or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(_function_modes()))
+        or (_dispatch_modes() > 0 and any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()))
     )
 
 
+def is_observed() -> bool:
+    """Return True if a mode, such as ``FlopCounterMode``, sees the operations of this thread, and not of others."""
+    return _dispatch_modes() > 0 or any(
+        type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(_function_modes())
+    )
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
 

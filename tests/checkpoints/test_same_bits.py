@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import warnings
 
 import numpy
 import pytest
@@ -138,14 +139,20 @@ def with_shares(rank, folder, until, loss="mean"):
     return lockstep.shares.fingerprint(model, optimizer)
 
 
+def in_a_process(rank, folder, until):
+    """As ``with_shares``; ranks that are threads share one random generator."""
+    warnings.filterwarnings("ignore", ".*saved by")
+    return with_shares(rank, folder, until)
+
+
 @pytest.mark.filterwarnings("ignore:.*saved by")
 def test_with_shares_it_has_them_on_another_number_of_ranks(tmp_path):
     (wanted,) = run_ranks(1, with_shares, tmp_path / "whole", 5)
-    run_ranks(3, with_shares, tmp_path / "run", 2)
+    run_processes(3, in_a_process, tmp_path / "run", 2)
     run_ranks(1, with_shares, tmp_path / "run", 3)
     with pytest.raises(CheckpointError, match="the run was begun with shares=3 and loss='mean', this module has"):
         run_ranks(2, with_shares, tmp_path / "run", 5, "sum")
-    assert run_ranks(2, with_shares, tmp_path / "run", 5) == [wanted] * 2
+    assert run_processes(2, in_a_process, tmp_path / "run", 5) == [wanted] * 2
 
 
 def uneven(rank, folder, stop, resumes):

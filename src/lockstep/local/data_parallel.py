@@ -19,7 +19,7 @@ import torch
 from torch.nn import Module
 
 from lockstep.arguments import check_module
-from lockstep.compiler import is_recorded, outside_compiler
+from lockstep.compiler import is_observed, is_recorded, outside_compiler
 from lockstep.devices import (
     DeviceLike,
     replica_devices,
@@ -124,8 +124,9 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output for the whole batch, or, with ``gather_outputs=False``, a list of outputs.
 
-        Where the calling thread's operations are recorded (:func:`~lockstep.compiler.is_recorded`), the module runs as
-        it is, in this thread.
+        Where operations are recorded and not run (``torch.jit.trace``, ``make_fx``, ``torch.export``, ``torch.func``,
+        forward-mode autograd), and where a mode of this thread would not see those of replicas on several devices, the
+        module runs as it is.
         """
         if torch.compiler.is_exporting():  # the compiler traces this line
             return self.module(*inputs, **kwargs)
@@ -134,7 +135,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     @outside_compiler
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         devices = self._devices()
-        if not devices or is_recorded():
+        if not devices or _runs_whole(devices):
             output = self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
             return output if self.gather_outputs or not devices else [output]
         with self._phases.phase("DataParallel.forward"):
@@ -236,10 +237,10 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         """
         if not batch:
             raise LengthError("step expects the batch: step(loss_fn, *inputs, target)")
-        if is_recorded():
+        if _runs_whole(self._devices()):
             raise NotReplicableError(
-                "step() runs on threads of its own, where what the caller records (a trace, an export, torch.func, a "
-                "mode) would not see it: record the forward of the module, parallel.module"
+                "step() cannot be recorded (by a trace, an export or torch.func), nor seen by a mode if its replicas "
+                "are on several devices: record the forward of the module, parallel.module"
             )
         with self._phases.phase("DataParallel.step"):
             return self._step(loss_fn, batch)
@@ -364,10 +365,15 @@ def data_parallel(
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     kwargs = dict(module_kwargs or {})
     devices = replica_devices(device_ids)
-    if not devices or is_recorded():
+    if not devices or _runs_whole(devices):
         return module(*scatter_gather.unmarked(args), **scatter_gather.unmarked(kwargs))
     if len(devices) == 1:  # the class moves its module to a lone device, the function does not
         require_on(module, devices[0])
     key = ("data_parallel", *devices, output_device, dim)
     parallel = cached(module, key, lambda: DataParallel(module, devices, output_device, dim))
     return parallel(*args, **kwargs)
+
+
+def _runs_whole(devices: Sequence[torch.device]) -> bool:
+    """Return True if replicas would not do what the calling thread is in: a recording, or a mode where others run."""
+    return is_recorded() or (len(set(devices)) > 1 and is_observed())
