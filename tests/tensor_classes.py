@@ -46,7 +46,7 @@ class Packed(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         """Copy, move and multiply; nothing else."""
         kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.clone.default, aten.alias.default, aten._to_copy.default):
+        if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             where = {"device": kwargs["device"]} if kwargs.get("device") is not None else {}
             made = cls(func(args[0].payload, **where), func(args[0].scale, **where), args[0].bits)
             return return_and_correct_aliasing(func, args, kwargs, made)

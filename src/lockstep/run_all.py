@@ -33,11 +33,16 @@ class RunAll:
         return True
 
     @property
+    def first(self) -> BaseException | None:
+        """The first error, or None if there is none so far."""
+        return self._errors[0] if self._errors else None
+
+    @property
     def problem(self) -> str:
-        """The first error, for other ranks; empty if there is none so far."""
-        if not self._errors:
+        """The text of the first error, for other ranks; empty if there is none so far."""
+        error = self.first
+        if error is None:
             return ""
-        error = self._errors[0]
         return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
 
     def end(self) -> None:

@@ -11,6 +11,7 @@ from lockstep.distributed.reduction.buffer_sync import PACKED_BYTES
 from lockstep.errors import AgreementError
 from processes import run_processes
 from small_modules import one_weight, x_of
+from tensor_classes import Attributed
 from threaded import count_collectives, run_ranks
 
 DTYPES = [
@@ -339,6 +340,30 @@ def test_another_shape_on_one_rank_is_an_error_on_all(size, last):
     assert len(set(results)) == 1
     assert words in results[0][0]
     assert results[0][1] == 1.0
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_another_class_on_one_rank_is_an_error_on_all(size):
+    """A class may keep its values elsewhere, and then other values are sent."""
+
+    def call(rank):
+        model = Scale(kept=torch.zeros(size))
+        lockstep.replicate(model, process_group=rank.group)
+        step(model)
+        if rank.rank == 1:
+            model.kept = torch.zeros(size).as_subclass(Attributed)
+        with pytest.raises(AgreementError) as caught:
+            step(model)
+        model.kept = torch.zeros(size)
+        step(model)
+        return str(caught.value), model.weight.grad.item()
+
+    plain = f"float32 of shape ({size},)"
+    error = (
+        f"ranks differ in buffer kept: rank 0 has {plain}; rank 1 has {plain}, Attributed of float32 ({size},); "
+        "make it the same on all ranks"
+    )
+    assert run_ranks(2, call) == [(error, 1.0)] * 2
 
 
 # ---------------------------------------------------------------------------------- what backward has saved

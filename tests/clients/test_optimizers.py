@@ -99,7 +99,7 @@ def make_of(name, kind, model):
     if name in MUONS:
         others = [each for each in parameters if each.dim() != 2]
         return kind([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}], lr=0.01)
-    more = {"num_iterations": 20} if name == "Ranger21" else {}
+    more = {"Adai": {"eps": 1e-12}, "Ranger21": {"num_iterations": 20}}.get(name, {})
     given = {"AdamMini": model, "SpectralSphere": matrices}.get(name, parameters)
     return kind(given, lr=0.01, **more)
 
@@ -114,6 +114,13 @@ def test_an_optimizer_of_pytorch_optimizer(name):
     assert REFUSED[name] in found if name in REFUSED else found == "the same bits"
 
 
+@pytest.mark.skipif(not PYTORCH_OPTIMIZERS, reason="pytorch_optimizer is not installed; make test-clients has it")
+@pytest.mark.parametrize("name", sorted(SEVERAL_PARAMETERS))
+def test_a_number_of_several_parameters_is_another_one_where_they_are_shared_out(name):
+    """docs/memory.md names them: with these, ``granularity="tensor"`` is a false word."""
+    assert outcome(lambda model: make_of(name, PYTORCH_OPTIMIZERS[name], model)) == "other bits"
+
+
 # --------------------------------------------------------------------------------------------- others
 
 
@@ -122,7 +129,6 @@ OTHERS = {
     "geoopt.optim": {"RiemannianAdam": {}, "RiemannianSGD": {"momentum": 0.9}},
     "lion_pytorch": {"Lion": {}},
     "schedulefree": {"AdamWScheduleFree": {"warmup_steps": 3}, "RAdamScheduleFree": {}, "SGDScheduleFree": {}},
-    "torchao.optim": {"AdamW8bit": {}, "AdamW4bit": {}, "AdamWFp8": {}},
 }
 
 
@@ -137,6 +143,17 @@ def test_an_optimizer_of_another_package(package, name, options):
     assert outcome(lambda model: kind(list(model.parameters()), lr=0.01, **options)) == "the same bits"
 
 
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_an_optimizer_of_torchao(name):
+    """Not compiled, as its step would be: PyTorch tells all threads that one compiles."""
+    if importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed; make test-clients has it")
+    quiet()
+    kind = getattr(importlib.import_module("torchao.optim"), name)
+    with torch.compiler.set_stance("force_eager"):
+        assert outcome(lambda model: kind(list(model.parameters()), lr=0.01)) == "the same bits"
+
+
 def test_adafactor_of_transformers():
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed; make test-clients has it")
@@ -149,6 +166,7 @@ def test_adafactor_of_transformers():
 def test_parameters_on_a_manifold_stay_on_it():
     if importlib.util.find_spec("geoopt") is None:
         pytest.skip("geoopt is not installed; make test-clients has it")
+    quiet()
     import geoopt
 
     class OnSphere(nn.Module):

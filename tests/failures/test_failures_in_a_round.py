@@ -4,16 +4,19 @@ told in the same step, and training goes on."""
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep.errors import CommunicationError, OptionError, PeerError
+from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from small_modules import error_of, fails_in_backward
+from tensor_classes import Packed, aten
 from threaded import run_ranks
 
 
@@ -45,22 +48,17 @@ def mean_gradients(rank, model, seed):
     return True
 
 
-class Stubborn(torch.Tensor):
-    """A tensor that refuses to be put together with others, as what is sent has to be."""
+class Unjoined(TorchDispatchMode):
+    """Refuses to put one tensor together with others, as what is sent has to be; memory may run out there."""
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.cat, torch.stack):
+    def __init__(self, tensor):
+        super().__init__()
+        self._tensor = tensor
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (aten.cat.default, aten.stack.default) and any(each is self._tensor for each in args[0]):
             raise ArithmeticError("not with me")
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-def spoil_buffer(model):
-    model.kept = torch.zeros(model.kept.shape).as_subclass(Stubborn)
-
-
-def mend_buffer(model):
-    model.kept = torch.zeros(model.kept.shape)
+        return function(*args, **(kwargs or {}))
 
 
 def buffer_fails(rank, buffered, modules):
@@ -68,12 +66,10 @@ def buffer_fails(rank, buffered, modules):
     for model in models:
         mean_gradients(rank, model, 0)
         model.zero_grad()
-    if rank.rank == 0:
-        spoil_buffer(models[0])
-    raised = error_of(lambda: sum(model(inputs(rank)) for model in models).backward())
+    loss = sum(model(inputs(rank)) for model in models)
+    with Unjoined(models[0].kept) if rank.rank == 0 else nullcontext():
+        raised = error_of(loss.backward)
     grads = [[parameter.grad is not None for parameter in model.parameters()] for model in models[1:]]
-    if rank.rank == 0:
-        mend_buffer(models[0])
     return raised, grads, [mean_gradients(rank, model, seed) for seed in (1, 2) for model in models]
 
 
@@ -86,6 +82,52 @@ def test_what_cannot_be_sent_is_told(buffered, modules):
     for result in (told, failing):
         assert result[1] == [[True, True]] * (modules - 1)  # the rounds of the other modules are as good as ever
         assert result[2] == [True] * (2 * modules)
+
+
+class Hiding(Packed):
+    """A buffer that says where its values lie, a number of times."""
+
+    left = None
+
+    def __tensor_flatten__(self):
+        if self.left == 0:
+            raise ArithmeticError("not again")
+        if self.left is not None:
+            self.left -= 1
+        return super().__tensor_flatten__()
+
+
+def hiding_buffer_fails(rank, size):
+    """An error at each look at a buffer, until mended: what is raised, and whether training goes on."""
+    model = Net()
+    model.kept = Hiding(torch.full((size,), rank.rank + 1, dtype=torch.int8), torch.ones(1))
+    lockstep.replicate(model, process_group=rank.group)
+    mean_gradients(rank, model, 0)
+    raised = []
+    while True:
+        model.zero_grad()
+        loss = model(inputs(rank))
+        model.kept.left = len(raised) if rank.rank == 0 else None
+        try:
+            loss.backward()
+        except (ArithmeticError, PeerError, AgreementError) as error:
+            raised.append((type(error), "ArithmeticError: not again" in str(error), type(error.__cause__)))
+        else:
+            return raised
+        model.kept.left = None
+        assert mean_gradients(rank, model, len(raised))
+        assert rank.all_equal(model.kept.payload)
+
+
+@pytest.mark.parametrize("size", [4, 300_000])
+def test_a_buffer_that_fails_at_any_look_at_it_is_told(size):
+    """Either before the report, which tells of it, or when ranks compare, since the module seems to have changed."""
+    failing, told = run_ranks(2, hiding_buffer_fails, size)
+    nothing = type(None)
+    amid = (ArithmeticError, False, nothing), (PeerError, False, nothing)
+    compared = (AgreementError, True, ArithmeticError), (AgreementError, True, nothing)
+    assert len(failing) == len(told) > 2
+    assert set(zip(failing, told, strict=True)) == ({amid, compared} if size == 4 else {amid})
 
 
 class Uncopied(torch.Tensor):

@@ -16,6 +16,7 @@ import lockstep
 from lockstep.distributed.comm import collectives
 from lockstep.distributed.reduction.managed_parameters import owner_of
 from lockstep.distributed.reduction.parameters import _replicated
+from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.replication.replication import find_replication
 from lockstep.errors import AgreementError, CommunicationError, HookError, LockstepError
@@ -49,7 +50,8 @@ class HookedNet(Net):
 
 def contents(thing):
     """What is in a dictionary of hooks or slots, and which object it is."""
-    return id(thing), type(thing), [(key, id(value)) for key, value in (thing or {}).items()]
+    kept = list(map(id, getattr(thing, "kept", ())))
+    return id(thing), type(thing), [(key, id(value)) for key, value in (thing or {}).items()], kept
 
 
 def state(module, rank):
@@ -67,9 +69,14 @@ def state(module, rank):
         "registered": [(find_replication(each), each in _replicated) for each in parts],
         "methods": [hasattr(module, name) for name in ("no_sync", "register_comm_hook", "set_requires_gradient_sync")],
         "reducers": list(scheduler_of(rank.group).modules),
-        "exclusive": scheduler_of(rank.group).modules.exclusive,
+        "numbers": numbers_of(scheduler_of(rank.group).modules),
         "shares": (world_of(rank.group).joined, list(world_of(rank.group)._modules)),
     }
+
+
+def numbers_of(modules):
+    """What ranks agree on as they register a module: after a failed call they must still agree."""
+    return modules.exclusive, modules.next_id, modules.order
 
 
 def assert_same(before, after, places):
@@ -155,7 +162,7 @@ def check_means(module, rank):
 
 
 WAYS = {
-    "replicate": (by_replicate, HookedNet),
+    "beside another": (by_replicate, HookedNet),
     "wrapper": (by_wrapper, HookedNet),
     "shares": (by_shares, Net),
     "mixed precision": (mixed, HookedNet),
@@ -171,6 +178,7 @@ def test_an_exception_at_any_place(way, failing, hosts):
     def call(rank):
         places = []
         fails = rank.rank in failing
+        others = [by_replicate(Net(), rank)] if way == "beside another" else []
         while True:
             module = net()
             before = state(module, rank)
@@ -187,8 +195,8 @@ def test_an_exception_at_any_place(way, failing, hosts):
             assert_same(before, state(module, rank), places)
             module.first(torch.ones(1, 2)).sum().backward()  # by itself: nothing communicates
             assert module.first.weight.grad.tolist() == [[2.0, 2.0]] * 2
-        if way in ("replicate", "wrapper"):
-            check_means(module, rank)
+        for each in (module, *others) if make in (by_replicate, by_wrapper) else ():
+            check_means(each, rank)
         del kept
         return places
 
@@ -248,14 +256,14 @@ def test_another_rank_never_comes(hosts):
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 def test_a_failure_inside_of_a_collective(hosts, monkeypatch):
     """The rank that fails is lost to the others; the module of each is as before."""
-    real = collectives._in_flat_copies
+    real = collectives.plan_buckets
 
-    def fails_on_rank_1(tensors, begin):
+    def fails_on_rank_1(specs):
         if threading.current_thread().name == "rank 1":
             raise Injected
-        return real(tensors, begin)
+        return real(specs)
 
-    monkeypatch.setattr(collectives, "_in_flat_copies", fails_on_rank_1)
+    monkeypatch.setattr(collectives, "plan_buckets", fails_on_rank_1)
 
     def call(rank):
         module = Net()
@@ -290,6 +298,31 @@ def test_a_failure_of_a_second_module_leaves_the_first_alone():
         by_replicate(second, rank)
         check_means(second, rank)
         check_means(first, rank)
+
+    run_ranks(2, call)
+
+
+def test_a_module_is_not_taken_over_by_a_call_that_fails(monkeypatch):
+    """Rank 1 fails when rank 0 has attached another reducer to the module already."""
+    real = RankState.set_requires_sync
+
+    def fails_on_rank_1(*args):
+        if threading.current_thread().name == "rank 1" and calling:
+            raise Injected
+        return real(*args)
+
+    monkeypatch.setattr(RankState, "set_requires_sync", fails_on_rank_1)
+    calling = []
+
+    def call(rank):
+        module = by_replicate(Net(), rank)
+        before = state(module, rank)
+        calling.append(rank)
+        with pytest.raises((Injected, AgreementError)):
+            by_wrapper(nn.ModuleList([module]), rank)
+        calling.remove(rank)
+        assert_same(before, state(module, rank), [])
+        check_means(module, rank)
 
     run_ranks(2, call)
 

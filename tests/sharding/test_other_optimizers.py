@@ -18,6 +18,7 @@ from lockstep.errors import AgreementError, LayoutError, OptionError, PeerError,
 from lockstep.sharding import ShardedOptimizer, full_state_dict, shard_optimizer
 from lockstep.sharding.optimizer import shards_of
 from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
+from tensor_classes import Packed
 from threaded import run_ranks
 
 
@@ -155,6 +156,25 @@ def test_whole_parameters_are_the_parameters_themselves(kind, net):
     for (_, expected), (_, found) in zip(plain, sharded, strict=True):
         assert expected.keys() == found.keys()
         assert all(equal(expected[key], found[key]) for key in expected)
+
+
+class FewBits(Base):
+    """Keeps its state as integers and a scale, as torchao's optimizers do."""
+
+    def update(self, p, grad, state, group):
+        square = grad.square() + (state["square"].whole() if state else 0)
+        scale = square.max() / 255
+        state["square"] = Packed((square / scale).round().to(torch.uint8), scale)
+        p.sub_(group["lr"] * grad / (square.sqrt() + 1e-3))
+
+
+def test_state_of_a_class_with_operations_of_its_own():
+    with torch.serialization.safe_globals([Packed]):
+        plain, sharded = both(FewBits, "tensor")
+    assert equal([weights for weights, _ in plain], [weights for weights, _ in sharded])
+    whole = [{number: each["square"].whole() for number, each in state.items()} for _, state in plain + sharded]
+    assert len(whole[0]) == 6
+    assert all(equal(each, whole[0]) for each in whole)
 
 
 @pytest.mark.parametrize("kind", [Counting, Base])

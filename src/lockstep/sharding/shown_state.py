@@ -5,7 +5,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from lockstep.dtensors import local_part
 from lockstep.errors import ShardingError
+from lockstep.inner_tensors import is_plain
 from lockstep.sharding.pieces import flat, plain
 from lockstep.sharding.placement import OwnPiece, Placement
 from lockstep.sharding.state_slice import StateSlice
@@ -86,7 +88,7 @@ def _shown(value: Any, own: OwnPiece, placement: Placement) -> Any:
 
 def is_of_elements(value: Any, own: OwnPiece) -> bool:
     """Return True if a value of the state of a piece is a plain tensor with one element for each of the piece's."""
-    if not isinstance(value, Tensor) or not value.dim() or type(plain(value)) is not Tensor:
+    if not isinstance(value, Tensor) or not value.dim() or not is_plain(local_part(value)):
         return False
     local, like = plain(value), plain(own.tensor)
     return local.shape == like.shape and local.stride() == like.stride()

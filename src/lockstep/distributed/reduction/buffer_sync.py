@@ -21,6 +21,7 @@ from torch import Tensor
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Pending
 from lockstep.distributed.reduction.buffers import Buffer, BufferGroup, BufferSet, KeptBuffers
+from lockstep.run_all import RunAll
 
 Policy = Literal["rank0", "mean", "local"]
 POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")
@@ -86,8 +87,15 @@ class BufferSync:
         return KeptBuffers(self._scan().buffers)
 
     def changed(self) -> bool:
-        """Return True if the module has other buffers now; nothing is sent then until :meth:`renew`."""
-        return self._set is not None and self._set.changed()
+        """Return True if the module has other buffers now; nothing is sent then until :meth:`renew`.
+
+        Code of a tensor's class may run, and fail on this rank alone, where nobody could be told yet. That counts as a
+        change, so that the round opens and tells of it (test_a_buffer_that_fails_at_any_look_at_it_is_told).
+        """
+        try:
+            return self._set is not None and self._set.changed()
+        except Exception:
+            return True
 
     def renew(self) -> None:
         """Take the module's present buffers, compare them with the other ranks', and make them equal.
@@ -96,11 +104,15 @@ class BufferSync:
         """
         if self.policy == "local":
             return
-        found = self._scan()
-        lines = [Line(f"buffer {buffer.name}", buffer.describe()) for buffer in found.buffers]
-        check_same_on_all_ranks(lines, self._collectives)
-        self._set = found
-        self._flats = self._put_together(self.buffers)
+        steps, lines, found, flats = RunAll(), list[Line](), self._set, self._flats
+        with steps:
+            found = self._scan()
+            lines = [Line(f"buffer {buffer.name}", buffer.describe()) for buffer in found.buffers]
+            flats = self._put_together(found.buffers)
+        with steps:
+            check_same_on_all_ranks(lines, self._collectives, error=steps.problem)
+        steps.end()
+        self._set, self._flats = found, flats
         self.send_large()
         self.finish_large()
 

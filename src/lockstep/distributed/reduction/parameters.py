@@ -48,10 +48,11 @@ from lockstep.distributed.reduction.managed_parameters import (
     release,
     restore_later,
 )
-from lockstep.errors import AlreadyManagedError, LockstepError, NotReplicableError, OptionError
+from lockstep.errors import AgreementError, AlreadyManagedError, NotReplicableError, OptionError
 from lockstep.identity_map import IdentityMap
 from lockstep.inner_tensors import check_trained, inner_tensors_of
 from lockstep.optimizer_steps import has_any
+from lockstep.run_all import RunAll
 from lockstep.tensor_state import Layouts
 
 _replicated: IdentityMap[None] = IdentityMap()
@@ -608,7 +609,7 @@ class ParameterSet:
         try:
             contents = self._selection.contents(owner)
             new = [each for each in _managed(contents) if id(each.parameter) not in self._agreed.by_id]
-        except LockstepError:  # reported to all ranks when they compare
+        except Exception:  # reported to all ranks when they compare
             new = self._unknown([self._selection.module])
         claim([each.parameter for each in new if owner_of(each.parameter) is not owner], owner)
         return new
@@ -638,18 +639,19 @@ class ParameterSet:
         if self.is_dropped:
             gone = "the replicated module has been dropped, and only parts of it are left"
             check_same_on_all_ranks([], collectives, error=gone)
-        owner, contents, failure = self._owner_now, Contents([], [], frozenset()), ""
-        try:
-            contents = self._selection.contents(owner)
-        except LockstepError as error:
-            failure = str(error)
+        steps, lines, managed = RunAll(), list[Line](), list[ManagedParameter]()
         known = {id(each.parameter): each.name for each in self.current}
-        lines = [describe_parameter(n, p, contents, trained=False, earlier=known) for n, p in contents.parameters]
-        managed = _managed(contents)
+        with steps:
+            contents = self._selection.contents(self._owner_now)
+            lines = [describe_parameter(n, p, contents, trained=False, earlier=known) for n, p in contents.parameters]
+            managed = _managed(contents)
         new = [each for each in managed if id(each.parameter) not in known]
         numbers = [2 * each.index + (each.parameter.grad is not None) for each in new]
         trained = [each.index for each in managed if each.parameter.requires_grad]
-        rows = check_same_on_all_ranks(lines, collectives, [len(new), *numbers, *trained], failure)
+        try:
+            rows = check_same_on_all_ranks(lines, collectives, [len(new), *numbers, *trained], steps.problem)
+        except AgreementError as error:
+            raise error from steps.first
         trained = sorted({index for row in rows for index in row[1 + row[0] :]})
         rows = [row[1 : 1 + row[0]] for row in rows]
         names, indices = [each.name for each in managed], [{number // 2 for number in row} for row in rows]

@@ -67,8 +67,8 @@ class ReplicatedModules(Generic[M]):
         return [n for n, module in self.numbered().items() if not any(module is each for each in leaving)]
 
     def restore_later(self, undo: ExitStack) -> None:
-        """Let ``undo`` restore which modules there are, as they are now."""
-        for name in ("_links", "exclusive", "next_id", "order"):
+        """Let ``undo`` restore what :meth:`register` sets beside the module, which :meth:`unregister` forgets."""
+        for name in ("exclusive", "next_id", "order"):
             undo.callback(setattr, self, name, getattr(self, name))
 
     def register(self, module: M, module_id: int, others: Collection[int], order: int) -> None:

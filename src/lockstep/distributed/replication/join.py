@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.replication import Values, broadcast_values
@@ -118,10 +118,14 @@ class ShadowHook(JoinHook):
         self.ended = True
         reducer = self.reducer
         collectives = reducer.collectives
-        ended_last = all_gather_object(is_last_joiner, "who ended last", collectives)
-        source = max(rank for rank, last in enumerate(ended_last) if last)
+        steps, values, rows = RunAll(), Values.of((), ()), list[list[int]]()
+        with steps:
+            values = Values.of((m.parameter for m in reducer.parameters), reducer.buffers.buffers)
+        with steps:
+            rows = check_same_on_all_ranks([], collectives, [is_last_joiner], steps.problem)
+        steps.end()
+        source = max(rank for rank, (is_last,) in enumerate(rows) if is_last)
         self._wrapper._authoritative_rank = source
-        values, steps = Values.of((m.parameter for m in reducer.parameters), reducer.buffers.buffers), RunAll()
         broadcast_values(values, collectives, steps, source)
         steps.end()
         reducer.common.set_participants(range(collectives.world), collectives.world)

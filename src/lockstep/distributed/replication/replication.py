@@ -102,7 +102,7 @@ class Replication(ABC):
         collectives, is_compared = Collectives(self.group, self.phases), self.options.init_sync
         steps = RunAll()  # what fails on this rank is raised when the others know of it
         contents, lines = Contents([], [], frozenset()), list[Line]()
-        numbers, values, superseded = list[int](), Values([], []), list[Owner]()
+        numbers, values, superseded = list[int](), Values.of((), ()), list[Owner]()
         with steps:
             attach(undo)
             contents = self._selection.contents()
@@ -231,18 +231,27 @@ class Replication(ABC):
 
 
 class Values(NamedTuple):
-    """The inner tensors of each parameter and buffer of a module, and a function that writes other values to it."""
+    """The inner tensors of the parameters and buffers of a module, and functions that write other values to them."""
 
-    inner: list[list[Tensor]]
+    tensors: list[Tensor]
+    """The inner tensors of the first parameter, of the second, and so on."""
+    places: list[int]
+    """For each tensor the number of its parameter or buffer."""
+    counts: list[int]
+    """For each parameter or buffer the number of its tensors."""
     writers: list[Callable[..., object]]
+    """For each parameter or buffer a function that takes other values of its tensors."""
 
     @classmethod
     def of(cls, parameters: Iterable[Parameter], buffers: Iterable[Buffer]) -> "Values":
         """Return the values of parameters and of those buffers that exist."""
         own = [inner_tensors(parameter) for parameter in parameters]
         present = [(inner, buffer.assign) for buffer in buffers if (inner := buffer.inner()) is not None]
-        writers = [partial(_write, targets) for targets in own]
-        return cls([*own, *(inner for inner, _ in present)], [*writers, *(assign for _, assign in present)])
+        values = [*own, *(inner for inner, _ in present)]
+        places = [place for place, each in enumerate(values) for _ in each]
+        writers: list[Callable[..., object]] = [partial(_write, targets) for targets in own]
+        writers += [assign for _, assign in present]
+        return cls(list(chain.from_iterable(values)), places, list(map(len, values)), writers)
 
 
 def _write(targets: Sequence[Tensor], *values: Tensor) -> None:
@@ -253,17 +262,15 @@ def _write(targets: Sequence[Tensor], *values: Tensor) -> None:
 @torch.no_grad()
 def broadcast_values(values: Values, collectives: Collectives, steps: RunAll, source: int = 0) -> None:
     """Broadcast the values of rank ``source`` in a few large tensors; ``steps`` gets errors of writing them."""
-    places = [place for place, inner in enumerate(values.inner) for _ in inner]
     arrived: dict[int, dict[int, Tensor]] = defaultdict(dict)
     try:
-        tensors = list(chain.from_iterable(values.inner))
-        for number, value in collectives.broadcast_coalesced(tensors, "initial values", source):
+        for number, value in collectives.broadcast_coalesced(values.tensors, "initial values", source):
             if collectives.rank == source:
                 continue
-            place = places[number]
+            place = values.places[number]
             arrived[place][number] = value
-            if len(arrived[place]) == len(values.inner[place]):
-                with steps:  # inner tensors arrive by dtype, and are numbered in the order of the parameter
+            if len(arrived[place]) == values.counts[place]:
+                with steps:  # inner tensors arrive by device, and are numbered in the order of the parameter
                     values.writers[place](*(value for _, value in sorted(arrived.pop(place).items())))
     except LockstepError:
         raise
