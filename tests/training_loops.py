@@ -112,8 +112,6 @@ def train(rank: Rank, plan: Plan, store: dist.Store) -> dict[str, Any]:
         group = groups[number % plan.groups]
         wrap = lockstep.DistributedDataParallel if plan.wrapped else lockstep.replicate
         models.append(wrap(module, process_group=group))
-    for model in models:
-        lockstep.check_in_sync(model, every=plan.window)
     everything = [p for module in plain for p in module.parameters()]
     optimizer = torch.optim.Adam(everything, lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep
 from bit_differences import BIT_DIFFERENCES, Values
 from lockstep.distributed.comm.agreement import all_gather_object, objects_of
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, OutOfSyncError
+from lockstep.errors import (
+    AgreementError,
+    CommunicationError,
+    NotReplicableError,
+    OptionError,
+    OutOfSyncError,
+    UnknownOptionError,
+)
 from lockstep.phases import Phases
 from threaded import count_collectives, run_ranks
 
@@ -415,7 +425,7 @@ def test_values_of_any_length_are_gathered(case, monkeypatch):
 # ---------------------------------------------------------------------------------- check_in_sync
 
 
-def in_sync(rank, change, **options):
+def in_sync(rank, change):
     """What check_in_sync says after `change(module)` on the last rank, and of a module that is not replicated."""
     module = rank.make(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     module.register_buffer("flags", torch.tensor([True, False]))
@@ -427,7 +437,7 @@ def in_sync(rank, change, **options):
         with torch.no_grad():
             change(module)
     with pytest.raises(OutOfSyncError) as caught:
-        lockstep.check_in_sync(module, **options)
+        lockstep.check_in_sync(module)
     return str(caught.value)
 
 
@@ -484,6 +494,51 @@ def test_check_in_sync_takes_any_module_with_a_group_and_says_if_modules_differ(
         lockstep.check_in_sync(nn.Identity(), rank.group)
 
     run_ranks(2, call)
+
+
+def test_check_in_sync_leaves_out_buffers_of_which_each_rank_has_its_own():
+    def call(rank):
+        module = nn.BatchNorm1d(3)
+        model = lockstep.DistributedDataParallel(module, process_group=rank.group, buffer_policy="local")
+        module.running_mean += rank.rank
+        lockstep.check_in_sync(model)
+        with torch.no_grad():
+            module.bias += rank.rank
+        with pytest.raises(OutOfSyncError, match=r"parameter module\.bias is out of sync"):
+            lockstep.check_in_sync(model)
+
+    run_ranks(2, call)
+
+
+def test_check_in_sync_between_steps_with_shares_changes_nothing():
+    """After a difference, too: the next step has the gradients that it would have had."""
+
+    def work(rank, looks):
+        model = lockstep.replicate(rank.make(lambda: nn.Linear(4, 2)), shares=4, process_group=rank.group)
+        data = TensorDataset(torch.arange(48.0).view(12, 4))
+        for batch in lockstep.shares.GlobalBatches(data, 4, 4, process_group=rank.group):
+            for (x,) in batch:
+                model(x).square().sum().backward()
+            if looks:
+                lockstep.check_in_sync(model)
+                kept = model.bias.detach().clone()
+                model.bias.data += rank.rank
+                with pytest.raises(OutOfSyncError, match="parameter bias is out of sync"):
+                    lockstep.check_in_sync(model)
+                model.bias.data.copy_(kept)
+        return [each.grad for each in model.parameters()]
+
+    expected, found = run_ranks(2, work, False), run_ranks(2, work, True)
+    assert all(map(torch.equal, itertools.chain(*expected), itertools.chain(*found)))
+
+
+@pytest.mark.parametrize("name", ["every", "proces_group"])
+def test_check_in_sync_says_how_to_look_in_every_nth_step(name):
+    with pytest.raises(UnknownOptionError) as caught:
+        lockstep.check_in_sync(nn.Linear(1, 1), **{name: 100})
+    assert f"check_in_sync() got an unexpected keyword argument {name!r}; " in str(caught.value)
+    assert "module, process_group. " in str(caught.value)
+    assert str(caught.value).endswith("if run.step % N == 0: check_in_sync(model)")
 
 
 def test_check_in_sync_needs_a_group():

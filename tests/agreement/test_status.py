@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lockstep.distributed.reduction.status import (
-    DIGEST_BYTES,
     MOST_STEPS,
     UNKNOWN_STEPS,
     Part,
@@ -31,17 +30,15 @@ SOMETHING_ELSE = Status(
 ODD_WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 5e-324, 1.7976931348623157e308, 2.0**53 - 1, 123456789.123, -1e-300, math.inf]
 
 
-def exchange(dtype, said, parameters=3, packed_buffers=0, digests=()):
+def exchange(dtype, said, parameters=3, packed_buffers=0):
     """What all ranks read if rank r says `said[r]`: (used, late, status, buffers); and the sum itself."""
     world = len(said)
     layouts = [ReportLayout(parameters, rank, world, packed_buffers, dtype) for rank in range(world)]
     total = None
-    digests = digests or [None] * world
-    for layout, (used, late, status, *load), digest in zip(layouts, said, digests, strict=True):
+    for layout, (used, late, status, *load) in zip(layouts, said, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
-        other = torch.full((DIGEST_BYTES,), 3, dtype=torch.uint8)
-        layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE, other)
-        layout.write(row, bytearray(used), late, status, digest)
+        layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE)
+        layout.write(row, bytearray(used), late, status)
         for values in load:
             row[layout.packed_buffers] = values
         total = row if total is None else total + row
@@ -157,22 +154,9 @@ def test_a_rank_that_says_nothing_says_what_this_one_does(dtype, status):
     for rank in range(4):
         layout = ReportLayout(3, rank, 4, 0, dtype)
         row = torch.empty(layout.numel, dtype=dtype)
-        layout.write(row, bytearray([1, 0, 1]), [], status, torch.arange(9, dtype=torch.uint8))
+        layout.write(row, bytearray([1, 0, 1]), [], status)
 
         assert layout.read(row) == Report([True, False, True], (), [status] * 4 if status == SOMETHING_ELSE else ())
-
-
-@every_dtype
-def test_digests_are_told_apart(dtype):
-    numbers = random.Random(3)
-    digests = [torch.tensor([numbers.randrange(256) for _ in range(9)], dtype=torch.uint8) for _ in range(3)]
-    said = [([1, 1, 1], [], Status(5, 1))] * 3
-    report, _ = exchange(dtype, said, digests=digests)
-    assert report.digests == [bytes(digest.tolist()) for digest in digests]
-    assert report.statuses == [Status(5, 1)] * 3
-    assert exchange(dtype, said, digests=[digests[0], digests[0], None])[0].digests[2] == bytes(9)
-    assert exchange(dtype, said, digests=[digests[1]] * 3)[0] == Report(None)
-    assert exchange(dtype, said)[0] == Report(None)
 
 
 # ---------------------------------------------------------------------------------- packed_buffers

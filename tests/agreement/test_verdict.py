@@ -29,14 +29,14 @@ def through(called, forwards=1, unused_forwards=0, **fields):
     return says(called=called, through=forwards, unused_forwards=unused_forwards, **fields)
 
 
-def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=(), digests=()):
-    report = Report(used, late, statuses, digests)
+def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=()):
+    report = Report(used, late, statuses)
     return judge(report, rank, ranks or range(len(statuses)), divisor or len(statuses))
 
 
 def summary_of(verdict):
     """What differs from a usual one, without what tests below look at in detail."""
-    usual = verdict._replace(loop=LoopVerdict(), digests=())
+    usual = verdict._replace(loop=LoopVerdict())
     return {name: value for name, value in usual._asdict().items() if value != Verdict._field_defaults[name]}
 
 
@@ -209,9 +209,9 @@ def test_ranks_that_say_the_same_as_ever():
     assert not verdict_of(USUAL, USUAL).is_usual
 
 
-def test_who_uses_what_and_digests_are_handed_on():
-    verdict = verdict_of(USUAL, USUAL, used=[True, False], late=[0], digests=[b"1", b"2"])
-    assert (verdict.used, verdict.late, verdict.digests) == ([True, False], [0], [b"1", b"2"])
+def test_who_uses_what_is_handed_on():
+    verdict = verdict_of(USUAL, USUAL, used=[True, False], late=[0])
+    assert (verdict.used, verdict.late) == ([True, False], [0])
     assert [verdict.uses(index) for index in range(2)] == [True, False]
 
 

@@ -73,7 +73,7 @@ PUBLIC = {
             .step
         accumulate(module, last=True, weight=None)
         batches(loader, *modules, group=None, padding=None)
-        check_in_sync(module, process_group=None, *, every=None)
+        check_in_sync(module, process_group=None, **unknown)
         module distributed
         module errors
         full_state_dict(optimizer, *, all_ranks=False)
@@ -147,7 +147,7 @@ PUBLIC = {
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
         batches(loader, *modules, group=None, padding=None)
-        check_in_sync(module, process_group=None, *, every=None)
+        check_in_sync(module, process_group=None, **unknown)
         mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)
         shard(dataset, group=None)

@@ -275,7 +275,6 @@ class ShareModule:
         if self._collectives.world == 1:
             return [self._report(head, now)], [{}]
         buffers = now.buffers.values()
-        head = head._replace(values=self.agreement.look(self.steps + 1, self._members, buffers))
         now.has_reported = True
         if now.exchange is None:
             report, rows = None, self.agreement.exchange().rows_alone(head.to_row())
@@ -287,7 +286,6 @@ class ShareModule:
         if any(each.differs for each in heads):
             self.agreement.renew(self._members, now.step, heads)
         self.agreement.check_buffers(buffers, heads)
-        self.agreement.check_values(self._members, buffers, heads)
         if report is None:
             now.exchange = self.agreement.exchange()
             report = self._report(head, now)

@@ -20,7 +20,7 @@ from lockstep.distributed.comm.agreement import Line, check_new_everywhere, chec
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.buffers import Buffer
 from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
-from lockstep.distributed.reduction.values import PARAMETERS_AND_BUFFERS, ValueChecker, check_equal_values
+from lockstep.distributed.reduction.values import check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 from lockstep.shares.gradients import sum_dtype
@@ -109,7 +109,6 @@ class Agreement:
         self._spare = spare
         self._compares_values = compares_values
         self._agreed = _Agreed(0, TravellingBuffers(), ExchangePlan([], [], 1, collectives), HEAD_BYTES)
-        self._watch: ValueChecker | None = None
 
     @property
     def buffers(self) -> TravellingBuffers:
@@ -170,41 +169,3 @@ class Agreement:
         """
         if self._compares_values and any(head.buffers != heads[0].buffers for head in heads):
             check_equal_values(values, self._collectives, "buffer", "was registered or written between steps")
-
-    def watch_values(self, every: int) -> None:
-        """Compare all values in every ``every``-th step from now on, or in none if it is 0; all ranks must."""
-        self._watch = ValueChecker(every) if every else None
-
-    def look(self, number: int, members: Members, buffers: Sequence[tuple[str, Tensor]]) -> int:
-        """Return this rank's digest of its values at the end of a step with that number, which began with these
-        buffers; 0 if values are not compared in it."""
-        watch = self._watch
-        if watch is None or not watch.is_due(number):
-            return 0
-        watch.forget()  # left by a step that has failed
-        watch.digest_buffers([value for _, value in buffers])
-        parameters = [parameter for _, parameter in members.parameters]
-        _, digest = watch.digest(parameters, parameters[0].device if parameters else self._collectives.device)
-        return int(digest) or 1
-
-    def check_values(self, members: Members, buffers: Sequence[tuple[str, Tensor]], heads: Sequence[Head]) -> None:
-        """Raise :class:`OutOfSyncError`, on every rank, if heads have different digests, and :class:`AgreementError` if
-        only some have one.
-
-        Communicates what :meth:`ValueChecker.check` does if digests differ.
-        """
-        looks = [head.values != 0 for head in heads]
-        if not any(looks):
-            return
-        if not all(looks):
-            with_one, without = (self._collectives.global_ranks[looks.index(kind)] for kind in (True, False))
-            raise AgreementError(
-                f"rank {with_one} compares values in this step, as check_in_sync(model, every=...) asks for, and rank "
-                f"{without} does not: its value of every is different, or it has finished a different number of "
-                "steps. Load the same training state on every rank, and call check_in_sync() in the same way on all"
-            )
-        assert self._watch is not None
-        told = [(PARAMETERS_AND_BUFFERS, head.values) for head in heads]
-        names = [name for name, _ in members.parameters], [name for name, _ in buffers]
-        self._watch.check(told, *names, self._collectives)
-        self._watch.forget()

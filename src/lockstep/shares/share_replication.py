@@ -127,10 +127,6 @@ class ShareReplication(Replication):
             self._started.weigh(weight)
         yield
 
-    def watch_values(self, every: int) -> None:
-        """See :class:`Replication`."""
-        self._started.agreement.watch_values(every)
-
     def audit(self, every: int | None) -> None:
         """See :func:`lockstep.shares.audit`."""
         if self._module is None:

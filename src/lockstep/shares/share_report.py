@@ -33,8 +33,6 @@ class Head(NamedTuple):
     """The modes in which forward has run: :data:`TRAINING`, :data:`EVALUATION`, their sum, or 0 if it has not run."""
     buffers: int = 0
     """A digest of the buffers' values, if a program has written any between steps."""
-    values: int = 0
-    """A digest of all parameters and buffers, in steps in which they are compared; else 0."""
     stops: bool = False
     """True if this rank asks all ranks to stop after this step."""
     skips: bool = False
@@ -59,7 +57,7 @@ class Head(NamedTuple):
         return [cls(*_HEAD.unpack(bytes(row))) for row in rows[:, :HEAD_BYTES].tolist()]
 
 
-_HEAD = struct.Struct("<5q6?")
+_HEAD = struct.Struct("<4q6?")
 HEAD_BYTES = _HEAD.size
 """Size of a head in bytes."""
 

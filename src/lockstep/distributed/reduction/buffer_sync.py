@@ -60,8 +60,6 @@ class BufferSync:
         self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # joined, but not sent yet
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
-        self.are_equal = False
-        """True if the last round has made the buffers equal on all ranks."""
 
     @property
     def source(self) -> int:
@@ -75,7 +73,6 @@ class BufferSync:
     def leave(self) -> None:
         """Stop assigning buffers, since something else makes them equal; they are still sent."""
         self._left = True
-        self.are_equal = False
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -212,14 +209,12 @@ class BufferSync:
 
     def drop_large(self) -> None:
         """Wait for the large buffers, and discard them: the round has failed on some rank."""
-        self.are_equal = False
         while self._sent:
             pending, _, _ = self._sent.pop(0)
             pending.wait()
 
     def finish_large(self) -> None:
         """Wait for the large buffers, and assign them."""
-        self.are_equal = not (self._left or self.policy == "local")
         if self._left:
             self.drop_large()
         while self._sent:

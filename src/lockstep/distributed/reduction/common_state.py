@@ -28,7 +28,7 @@ from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.plan import AdaptivePlan, travels_in_half
 from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
 from lockstep.distributed.reduction.status import Part, Report, ReportLayout, Status
-from lockstep.distributed.reduction.values import ValueChecker, check_equal_values
+from lockstep.distributed.reduction.values import check_equal_values
 from lockstep.distributed.reduction.verdict import Verdict
 
 
@@ -63,8 +63,6 @@ class CommonState:
         self._compares_values = compares_values
         self.buffer_source_moved = False
         """True if buffers are those of another rank than the first, which had run out of batches."""
-        self.watch: ValueChecker | None = None
-        """What compares values in every N-th round, if anything does."""
         self._before_next_round: list[Callable[[], object]] = []
         self.is_settled = False
         """True if every parameter has a bucket, in a plan that has been made anew after the first round, there are no
@@ -126,37 +124,6 @@ class CommonState:
         else:
             return
         self._make_buckets()
-
-    def watch_values(self, every: int) -> None:
-        """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
-        self.watch = ValueChecker(every) if every else None
-
-    def watch_of(self, number: int) -> ValueChecker | None:
-        """Return what compares values in round ``number``, if anything does."""
-        return None if self.watch is None or not self.watch.is_due(number) else self.watch
-
-    def digest_buffers(self, number: int) -> None:
-        """Note that a forward begins, and the round of that number comes next."""
-        watch = self.watch_of(number)
-        if watch is not None and self.buffers.are_equal:
-            watch.digest_buffers([buffer.current() for buffer in self.buffers.buffers])
-
-    def digest_values(self, number: int) -> Tensor | None:
-        """Return what round ``number`` reports of the module's values, if they are compared in it: what there is a
-        digest of, and its bytes."""
-        watch = self.watch_of(number)
-        if watch is None:
-            return None
-        kind, digest = watch.digest([each.parameter for each in self.parameters], self.transport.row_device)
-        return torch.nn.functional.pad(digest.view(1).view(torch.uint8), (1, 0), value=kind)
-
-    def check_values(self, verdict: Verdict, number: int) -> None:
-        """Raise :class:`OutOfSyncError`, on every rank, if ranks have different digests in round ``number``."""
-        watch = self.watch_of(number)
-        if watch is not None:
-            told = [(digest[0], digest) for digest in verdict.digests]
-            names = [each.name for each in self.parameters], [buffer.name for buffer in self.buffers.buffers]
-            watch.check(told, *names, self.collectives)
 
     def set_buffer_source(self, active: Sequence[int] | None) -> None:
         """Buffers of the round that opens are those of the ``active`` ranks of the group; None: of all."""
@@ -273,8 +240,6 @@ class ReportTransport:
         self._buffers = buffers
         self.splits = device.type != "cpu" and can_have_control_plane(collectives.group)
         """True if small buffers follow the last bucket, and the statuses travel on their own."""
-        self.row_device = torch.device("cpu") if self.splits else device
-        """The device on which the statuses are written and read."""
         self.has_buffers = packed > 0
         row_dtype = _OWN_DTYPE if self.splits else dtype
         in_row = 0 if self.splits else packed
@@ -283,19 +248,16 @@ class ReportTransport:
         self.numel = (packed if self.splits else self._layout.numel) if behind is not None else 0
         """The number of elements that follow the gradients of the last bucket."""
         travels_alone = self.splits or behind is None
-        self.own_row = (
-            torch.zeros(self._layout.numel, dtype=row_dtype, device=self.row_device) if travels_alone else None
-        )
+        row_device = torch.device("cpu") if self.splits else device
+        self.own_row = torch.zeros(self._layout.numel, dtype=row_dtype, device=row_device) if travels_alone else None
         """The part of the report that travels on its own at the end of the round, or None."""
         own_buffers = self.splits and behind is None and self.has_buffers
         self.own_buffers = torch.zeros(packed, dtype=dtype, device=device) if own_buffers else None
         """Small buffers, if they travel on their own, before :attr:`own_row`."""
 
-    def write(
-        self, row: Tensor, used: bytearray, late: list[int], status: Status, digest: Tensor | None = None
-    ) -> None:
+    def write(self, row: Tensor, used: bytearray, late: list[int], status: Status) -> None:
         """Write this rank's report, and its buffers if they are in the same row."""
-        self._layout.write(row, used, late, status, digest)
+        self._layout.write(row, used, late, status)
         if self._layout.has_buffers:
             self.write_buffers(row[self._packed], status)
 

@@ -455,11 +455,6 @@ class ParameterSet:
         return self._agreed.parameters
 
     @property
-    def has_stand_ins(self) -> bool:
-        """True if a parameter that the ranks have agreed on has become another one."""
-        return bool(self._retyped)
-
-    @property
     def tracked(self) -> list[Parameter]:
         """The parameters whose gradients are watched: those agreed on, in order of their index, then the added ones."""
         agreed = self._agreed.tensors
@@ -599,7 +594,7 @@ class ParameterSet:
             self.added = self._orphans()
             return False
         slots = self._structure.slots()
-        changed = slots is None or slots.changed() or self.has_stand_ins
+        changed = slots is None or slots.changed() or bool(self._retyped)
         if changed or self.added:
             self.added = self._find_added() if changed else ()
         return changed

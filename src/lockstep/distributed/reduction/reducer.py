@@ -131,10 +131,8 @@ class Reducer:
     # ------------------------------------------------------------------------------------ note
 
     def forward_begins(self) -> None:
-        """Note that the module's forward begins, with the buffers that the last round has set."""
+        """Note that the module's forward begins."""
         self.home = threading.get_ident()
-        if self.common.watch is not None:
-            self.common.digest_buffers(self.rounds + 1)
 
     def pass_begins(self, this: BackwardPass) -> None:
         """Note that a backward pass begins, before it adds to any gradient."""
@@ -498,8 +496,6 @@ class Reducer:
         common = self.common
         applied = ended.is_applied
         self._has_failed = not applied
-        if common.watch is not None:
-            common.watch.forget()
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
         if applied or ended.has_begun:
             common.count_round(ended.number)

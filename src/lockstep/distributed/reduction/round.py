@@ -240,10 +240,7 @@ class Round:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
         status = self._own.describe(self.number, self._passive, failed)
-        common = self._common
-        reads = common.watch is not None and status.called and not (failed or common.members.has_stand_ins)
-        digest = common.digest_values(self.number) if reads else None
-        common.transport.write(row, self._used, list(self.late), status, digest)
+        self._common.transport.write(row, self._used, list(self.late), status)
         return status
 
     def wait(self) -> None:
@@ -307,7 +304,6 @@ class Round:
             if verdict.skip:
                 self._drop()
                 return None
-            common.check_values(verdict, self.number)
             added: Sequence[ManagedParameter] = common.agree_anew() if verdict.changed else ()
             return _Findings(verdict.changed, added, self._find_drift() if verdict.drifted else None)
         except (PeerError, AgreementError, OptionError):

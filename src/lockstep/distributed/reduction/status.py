@@ -7,9 +7,7 @@ only compared with zero::
     used     one for each parameter    1 if this rank contributes a gradient
     late     one for each parameter    1 if a gradient came after its bucket had left, or has no bucket
     status   40 for each rank          the bytes of its :class:`Status`
-        digest   nine for each rank        in rounds that compare values: the kind of the values, and their digest
-                                           (``values.py``)
-        buffers  the rest                  small buffers (``buffers.py``)
+    buffers  the rest                  small buffers (``buffers.py``)
 
 ``verdict.py`` has the rules about statuses.
 
@@ -38,8 +36,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-DIGEST_BYTES = 9
-"""Number of bytes of each rank's digest."""
 MOST_STEPS, UNKNOWN_STEPS = 254, 255
 """The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
 _FORMAT = struct.Struct("<QQB5?BIIBd")
@@ -118,8 +114,6 @@ class Report(NamedTuple):
     """Parameters of which some rank has a late gradient."""
     statuses: Sequence[Status] = ()
     """The status of each rank; empty if all are the same, with no consequences besides gradients."""
-    digests: Sequence[bytes] = ()
-    """Each rank's digest of its values, zeros if it has none; empty if no rank has one, or all are equal."""
 
 
 class ReportLayout:
@@ -133,8 +127,7 @@ class ReportLayout:
         self._late = parameters
         self._none_late = bytes(parameters)
         self._status = 2 * parameters
-        self._digest = self._status + _FORMAT.size * world
-        start = self._digest + DIGEST_BYTES * world
+        start = self._status + _FORMAT.size * world
         self.packed_buffers = slice(start, start + packed_buffers)
         self.numel = self.packed_buffers.stop
         self.has_buffers = packed_buffers > 0
@@ -142,18 +135,10 @@ class ReportLayout:
         self._head = bytearray(self.packed_buffers.start)
         self._numbers = torch.frombuffer(self._head, dtype=torch.uint8)
         self._own_status = self._status + _FORMAT.size * rank
-        own = self._digest + DIGEST_BYTES * rank
-        self._own_digest = slice(own, own + DIGEST_BYTES)
-        statuses = slice(self._status, self._digest)
-        self._alike = _UnanimousRow(self._numbers, dtype, parameters, statuses, rank, world)
+        self._alike = _UnanimousRow(self._numbers, dtype, parameters, slice(self._status, start), rank, world)
 
-    def write(
-        self, row: Tensor, used: bytearray, late: Sequence[int], status: Status, digest: Tensor | None = None
-    ) -> None:
-        """Write this rank's places of a row of ``numel`` elements, and clear all others.
-
-        ``digest``: :data:`DIGEST_BYTES` bytes, on the row's device, in a round that compares values.
-        """
+    def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: Status) -> None:
+        """Write this rank's places of a row of ``numel`` elements, and clear all others."""
         head = self._head
         head[: self._parameters] = used
         head[self._late : self._status] = self._none_late
@@ -163,8 +148,6 @@ class ReportLayout:
         self._said = status
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
         (row[: self.packed_buffers.start] if self.has_buffers else row).copy_(numbers, non_blocking=True)
-        if digest is not None:
-            row[self._own_digest] = digest.to(row.dtype)
         if self.has_buffers:
             row[self.packed_buffers].zero_()
 
@@ -181,18 +164,16 @@ class ReportLayout:
     def _read_each(self, head: Tensor) -> Report:
         said = (head[: self._status] != 0).tolist()
         used, late = said[: self._parameters], said[self._parameters :]
-        statuses = self._split(head[self._status : self._digest])
+        statuses = self._split(head[self._status :])
         silent = [rank for rank, each in enumerate(statuses) if not any(each)]
         if silent:
-            statuses = self._split(head[self._status : self._digest], silent)
-        digests = self._split(head[self._digest :], silent)
+            statuses = self._split(head[self._status :], silent)
         report = Report(
             used=None if all(used) else used,
             late=[index for index, is_late in enumerate(late) if is_late] if True in late else (),
-            digests=digests if len(digests) > 1 else (),
         )
         decoded = list(map(Status._make, map(_FORMAT.unpack, statuses)))
-        if len(decoded) == 1 and decoded[0][_FLAGS] == _USUAL and not (report.late or report.digests):
+        if len(decoded) == 1 and decoded[0][_FLAGS] == _USUAL and not report.late:
             return report
         return report._replace(statuses=decoded * (self._world // len(decoded)))
 

@@ -1,19 +1,15 @@
 """Compares the values of parameters and buffers between ranks.
 
-A :class:`ValueChecker` compares them in every N-th round; each rank's report carries its digest. Parameters are read
-after backward, between the optimizer steps of all ranks. Buffers that were equal on all ranks are read before forward
-changes them. With shares a round is a step: parameters are read at its end, buffers at its start. A
-:class:`DriftDetector` suspects that parameters were changed on gradients that had not been reduced.
+A :class:`DriftDetector` suspects that parameters were changed on gradients that had not been reduced.
 """
 
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from ctypes import string_at
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -72,91 +68,6 @@ def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collective
                 first, other = (f"{each[number] % 2**64:016x}" for each in (rows[0], row))
                 return Difference(name, rank, collectives.global_ranks[0], (first, other))
     return None
-
-
-NOTHING, PARAMETERS, PARAMETERS_AND_BUFFERS = 0, 1, 2
-"""The tensors in a rank's digest; nothing on a rank that has not read its values."""
-
-
-class ValueChecker:
-    """Compares the values of one module between ranks."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self._of_buffers: Digests | None = None
-        self._of_parameters: Digests | None = None
-
-    def is_due(self, number: int) -> bool:
-        """Return True if values are compared in round ``number``."""
-        return number % self.every == 0
-
-    def digest_buffers(self, buffers: Sequence[Tensor | None]) -> None:
-        """Read buffers that are equal on all ranks, once, before the forward passes of a round."""
-        if self._of_buffers is None:
-            self._of_buffers = Digests([torch.empty(0) if tensor is None else tensor for tensor in buffers])
-
-    def digest(self, parameters: Sequence[Tensor], device: torch.device) -> tuple[int, Tensor]:
-        """Return this rank's digest of eight bytes, and before it the kind of tensors that it is of."""
-        self._of_parameters = Digests(parameters)
-        digest = self._of_parameters.digest(device)
-        if self._of_buffers is None:
-            return PARAMETERS, digest
-        return PARAMETERS_AND_BUFFERS, digest + 5 * self._of_buffers.digest(device)
-
-    def forget(self) -> None:
-        """Drop the digests: the round is over."""
-        self._of_buffers = self._of_parameters = None
-
-    def check(
-        self,
-        told: Iterable[tuple[int, Hashable]],
-        parameters: Sequence[str],
-        buffers: Sequence[str],
-        collectives: Collectives,
-    ) -> None:
-        """Raise :class:`OutOfSyncError`, on every rank, if digests differ between ranks.
-
-        ``told``: kind and digest of each rank; ``parameters`` and ``buffers``: names of the tensors read, the same on
-        all ranks. Communicates only if digests differ: what :func:`all_gather_object` does, for a digest of each
-        tensor.
-        """
-        kinds: dict[int, set[Hashable]] = {}
-        for kind, digest in told:
-            kinds.setdefault(kind, set()).add(digest)
-        kinds.pop(NOTHING, None)
-        if any(len(different) > 1 for different in kinds.values()):
-            raise OutOfSyncError(self._difference(parameters, buffers, collectives))
-
-    def _difference(self, parameters: Sequence[str], buffers: Sequence[str], collectives: Collectives) -> str:
-        of_parameters, of_buffers = self._of_parameters, self._of_buffers
-        own = [0] * len(parameters) if of_parameters is None else of_parameters.each()
-        own += [0] * len(buffers) if of_buffers is None else of_buffers.each()
-        row = [of_parameters is not None, of_buffers is not None, *own]
-        rows = all_gather_object(row, "digests of values", collectives)
-        names = [*(f"parameter {name}" for name in parameters), *(f"buffer {name}" for name in buffers)]
-        for place, name in enumerate(names):
-            ranks: dict[int, list[int]] = {}
-            for rank, (sees, sees_buffers, *digests) in zip(collectives.global_ranks, rows, strict=True):
-                if sees and (place < len(parameters) or sees_buffers):
-                    ranks.setdefault(digests[place], []).append(rank)
-            if len(ranks) > 1:
-                sides = sorted(ranks.values(), key=len, reverse=True)
-                return (
-                    f"rank {collectives.global_rank}: {name} is out of sync: "
-                    f"{', '.join(_named(side) for side in sides[:-1])} {'has' if len(sides[0]) == 1 else 'have'} other "
-                    f"values than {_named(sides[-1])}. Something changed it on one rank only: memory that is broken, "
-                    "an optimizer step on gradients that were not synchronised, a learning rate or a random number "
-                    "that differs by rank. No gradient has been handed out; load a checkpoint from before"
-                )
-        return (
-            f"rank {collectives.global_rank}: ranks have given different digests of their values, and equal ones of "
-            "each parameter and buffer: values were changed while they were looked at, or what computes digests is "
-            "broken on a rank"
-        )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # ------------------------------------------------------------------------------------------ drift

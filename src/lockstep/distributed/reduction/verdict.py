@@ -61,8 +61,6 @@ class Verdict(NamedTuple):
     """For each parameter, True if any rank has a gradient; None if all parameters have one."""
     late: Sequence[int] = ()
     """Parameters of which some rank has a late gradient, which all ranks reduce again."""
-    digests: Sequence[bytes] = ()
-    """Each rank's digest of its values, if they differ."""
     loop: LoopVerdict = LoopVerdict()
     """The part for loops (``decisions.py``)."""
     is_usual: bool = False
@@ -93,7 +91,6 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
         drifted=any(all_of.drifted),
         used=report.used,
         late=report.late,
-        digests=report.digests,
         loop=judge_loops(report.statuses),
     )
 

@@ -245,10 +245,6 @@ class ReducerReplication(Replication):
             with nullcontext() if weight is None else own.weighing(weight):
                 yield
 
-    def watch_values(self, every: int) -> None:
-        """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
-        self.started_reducer.common.watch_values(every)
-
     @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """See :class:`Replication`."""

@@ -188,10 +188,6 @@ class Replication(ABC):
     def accumulating(self, last: bool, weight: float | None) -> AbstractContextManager[None]:
         """See :func:`lockstep.loop.accumulate`."""
 
-    @abstractmethod
-    def watch_values(self, every: int) -> None:
-        """Compare values in every ``every``-th round or step from now on, or in none if it is 0; all ranks must."""
-
     @property
     def group(self) -> Group:
         """The process group; None if there is none yet."""
