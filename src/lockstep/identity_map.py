@@ -1,6 +1,7 @@
 """Values for a program's own objects, which are told apart by identity: two modules may be equal, or have no hash."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -22,11 +23,7 @@ class IdentityMap(Generic[T]):
         self._entries: dict[int, tuple[ref[Any], T]] = {}
 
     def __setitem__(self, key: object, value: T) -> None:
-        self._entries[id(key)] = ref(key, self._remover(id(key))), value
-
-    def _remover(self, number: int) -> Callable[[object], object]:
-        entries = self._entries
-        return lambda _: entries.pop(number, None)
+        self._entries[id(key)] = ref(key, partial(self._entries.pop, id(key))), value
 
     def __getitem__(self, key: object) -> T:
         return self._entries[id(key)][1]
