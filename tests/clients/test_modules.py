@@ -602,12 +602,12 @@ class Field(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
-        layer = self.layer
-        if getattr(layer, "_is_replica", False):
-            found = [value for value in vars(layer).values() if torch.is_tensor(value)]
-        else:
-            found = list(layer.parameters())
-        assert len(found) == 2
+        for module in (self, self.layer):
+            if getattr(module, "_is_replica", False):
+                found = [value for value in vars(module).values() if torch.is_tensor(value)]
+            else:
+                found = list(module.parameters())
+            assert len(found) == 2
         return self.layer(x)
 
 

@@ -26,7 +26,7 @@ from lockstep.tree import slot_members
 
 _TABLES = (*HOOKS, "_non_persistent_buffers_set")  # PyTorch keeps them in every module; a replica has its own
 _COMPILED = "_compiled_call_impl"  # what module.compile() has made
-_OF_NO_FORWARD = {*SLOTS, *_TABLES, CACHE, _COMPILED, "_is_replica"}
+_OF_NO_FORWARD = {*SLOTS, *_TABLES, CACHE, _COMPILED}
 _OF_SCRIPTS = {"_c", "_concrete_type", "_actual_script_module", "_initializing", "_name", "forward", *_OF_NO_FORWARD}
 
 _Attributes = dict[str, Any]  # the __dict__ of a module

@@ -26,13 +26,10 @@ def forward(phases: Phases, index: int, replica: Callable[..., Any], *args: Any,
 
 @contextmanager
 def running(networks: Sequence[ReplicaSet]) -> Iterator[None]:
-    """Mark the first network as a replica while replicas run: it warns if its gradients are cleared in forward."""
-    attributes = vars(networks[0].network)
-    attributes["_is_replica"] = True
+    """Look at the networks after their replicas have run: what forward has set, and the slots of parameters."""
     try:
         yield
     finally:
-        attributes.pop("_is_replica", None)
         for network in networks:
             network.after_forward()
     for network in networks:
