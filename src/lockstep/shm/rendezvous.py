@@ -7,6 +7,7 @@ store. A connection counts only if it comes from the same user and brings the li
 import errno
 import hmac
 import json
+import mmap
 import os
 import secrets
 import select
@@ -15,7 +16,7 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from lockstep import network
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.shm.constants import FAILURE_KEY, LIVENESS_SECONDS
 from lockstep.shm.messages import in_words
+from lockstep.shm.shared_memory import SharedMemory
 from lockstep.store import BoundedStore, StoreLostError, address_towards
 
 _HELLO = struct.Struct("<I32s")
@@ -41,47 +43,56 @@ class Rendezvous:
     """The addresses of ranks on other hosts that are known and not loopback."""
 
 
+class CannotShareMemoryError(OptionError):
+    """A rank cannot share memory with the others: raised on all ranks."""
+
+
 def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout: float) -> Rendezvous:
-    """Meet the other ranks of a group, and connect to those with the same ``host``; errors name ``global_ranks``."""
+    """Meet the other ranks of a group, and connect to those with the same ``host``; errors name ``global_ranks``.
+
+    If a rank cannot share memory, all raise :class:`CannotShareMemoryError`, before they have connected.
+    """
     deadline = time.monotonic() + timeout
-    ip = address_towards(store)
-    name, secret = f"lockstep-{secrets.token_hex(16)}", secrets.token_hex(16)
+    own = {"host": host, "ip": address_towards(store), "address": f"lockstep-{secrets.token_hex(16)}"}
+    own |= {"secret": secrets.token_hex(16), "obstacle": obstacle()}
     sockets: dict[int, socket.socket] = {}
-    try:
-        with (
-            closing(BoundedStore(store, timeout)) as bounded_store,
-            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-        ):
-            listener.bind(f"\0{name}")
+    with ExitStack() as stack:
+        bounded_store = stack.enter_context(closing(BoundedStore(store, timeout)))
+        if not own["obstacle"]:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(f"\0{own['address']}")
             listener.listen(len(global_ranks))
-            bounded_store.set(f"{rank}", json.dumps({"host": host, "address": name, "secret": secret, "ip": ip}))
-            addresses = _addresses(bounded_store, global_ranks, timeout)
-            hosts: dict[str, list[int]] = {}
-            for other, address in enumerate(addresses):
-                hosts.setdefault(address["host"], []).append(other)
-            try:
-                for other in hosts[host]:
-                    if other < rank:
-                        sockets[other] = _connect(addresses[other], rank, global_ranks[other])
-                missing = {other: addresses[other] for other in hosts[host] if other > rank}
-                _accept(listener, secret, deadline, missing, global_ranks, sockets)
-            except CommunicationError as error:
+        bounded_store.set(f"{rank}", json.dumps(own))
+        addresses = _addresses(bounded_store, global_ranks, timeout)
+        hosts: dict[str, list[int]] = {}
+        for other, address in enumerate(addresses):
+            hosts.setdefault(address["host"], []).append(other)
+        try:
+            for other in hosts[host]:
+                if other < rank:
+                    sockets[other] = _connect(addresses[other], rank, global_ranks[other])
+            missing = {other: addresses[other] for other in hosts[host] if other > rank}
+            _accept(listener, own["secret"], deadline, missing, global_ranks, sockets)
+        except BaseException as error:
+            for each in sockets.values():
+                each.close()
+            if isinstance(error, CommunicationError):
                 raise _first_failure(bounded_store, error) from error.__cause__
-    except BaseException:
-        for each in sockets.values():
-            each.close()
-        raise
+            raise
     elsewhere = (addresses[other]["ip"] for ranks in hosts.values() for other in ranks if other not in hosts[host])
     return Rendezvous(list(hosts.values()), sockets, [each for each in elsewhere if not network.is_loopback(each)])
 
 
-def check_platform() -> None:
-    """Raise where shared memory cannot work as this backend needs it."""
+def obstacle() -> str:
+    """Return why this process cannot share memory with others, or an empty text."""
     if sys.platform != "linux":
-        raise OptionError(
-            f'the shm backend needs Linux (anonymous shared files, Unix sockets); this is {sys.platform}. Use "gloo" '
-            'here: init_process_group("gloo")'
-        )
+        return f"it needs Linux (anonymous shared files, Unix sockets); this is {sys.platform}"
+    try:
+        SharedMemory(0, mmap.PAGESIZE).close()
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).close()
+    except (OSError, AttributeError) as error:  # a forbidden system call, or a Python without os.memfd_create
+        return f"memory cannot be shared here: {error!r}"
+    return ""
 
 
 def _addresses(bounded_store: BoundedStore, global_ranks: Sequence[int], timeout: float) -> list[dict[str, str]]:
@@ -93,7 +104,14 @@ def _addresses(bounded_store: BoundedStore, global_ranks: Sequence[int], timeout
         raise CommunicationError(
             f"rank(s) {absent} did not come to the shm process group within {timeout:g} s; look at their errors"
         )
-    return [json.loads(bounded_store.get(key)) for key in keys]
+    addresses = [json.loads(bounded_store.get(key)) for key in keys]
+    for other, address in enumerate(addresses):
+        if address.get("obstacle"):
+            raise CannotShareMemoryError(
+                f"the shm backend cannot work on rank {global_ranks[other]}: {address['obstacle']}. Use Gloo: "
+                'init_process_group("gloo")'
+            )
+    return addresses
 
 
 def _connect(address: dict[str, str], rank: int, to: int) -> socket.socket:

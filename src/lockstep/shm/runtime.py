@@ -19,7 +19,7 @@ from lockstep.shm.many_hosts import Algorithm, ManyHosts
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import OneHost
 from lockstep.shm.peers import Peers
-from lockstep.shm.rendezvous import Rendezvous, check_platform, meet
+from lockstep.shm.rendezvous import Rendezvous, meet
 from lockstep.shm.shared_memory import SharedMemory
 from lockstep.shm.staging import STAGING, Staging
 from lockstep.store import ANSWER_SECONDS, in_background
@@ -49,7 +49,6 @@ class Runtime:
         options: ShmOptions,
         program_waits: Callable[[], bool],
     ) -> None:
-        check_platform()
         self._notice = FailureNotice(store)
         found = meet(
             PrefixStore("rendezvous", store), rank, global_ranks, options.host or network.host_identity(), timeout
