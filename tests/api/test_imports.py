@@ -15,7 +15,7 @@ USES = {
     "lockstep.local": set(),
     "lockstep.failures": set(),
     "lockstep.shm": set(),
-    "lockstep.distributed.comm": set(),
+    "lockstep.distributed.comm": {"lockstep.shm"},
     "lockstep.distributed.reduction": {"lockstep.distributed.comm"},
     "lockstep.distributed.replication": {"lockstep.distributed.comm", "lockstep.distributed.reduction"},
     "lockstep.distributed": set(),
@@ -34,7 +34,7 @@ USES = {
 }
 """The rooms, and which others the files of each import; all use the files beside them, which are the first room.
 
-Nothing but ``lockstep.session`` knows both what trains and who watches it, and nothing knows the ``shm`` backend.
+Nothing but ``lockstep.session`` knows both what trains and who watches it, and only ``comm`` knows the ``shm`` backend.
 """
 ROOMS = list(USES)
 

@@ -77,11 +77,15 @@ def as_plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def collectives(call: Callable[[], Any]) -> dict[str, int]:
-    """How many collectives of each kind the call issues, in Python or in C++."""
+    """How many collectives of each kind the call issues: PyTorch's in C++, lockstep's over the group's companion."""
     with profile(acc_events=True) as profiled:
         call()
     names = [event.name for event in profiled.events()]
-    return {kind: sum(f"c10d::{kind}_" == name for name in names) for kind in ("allreduce", "broadcast")}
+    labels = {"allreduce": "all_reduce", "broadcast": "broadcast"}
+    return {
+        kind: sum(name == f"c10d::{kind}_" or name.startswith(f"lockstep::collective ({label}") for name in names)
+        for kind, label in labels.items()
+    }
 
 
 # ---------------------------------------------------------------- because parameters received gradients

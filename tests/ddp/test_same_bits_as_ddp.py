@@ -1,10 +1,9 @@
 """The same numbers as PyTorch's DistributedDataParallel, bit by bit where the arithmetic is, and as one process.
 
-Both multiply each gradient by 1/W and let Gloo sum the bucket. Two numbers have one sum, so over two ranks every bit
-is the same, however the gradients lie in their buckets. Over more ranks Gloo's ring begins the sum of each piece of a
-bucket at another rank; which piece an element is in depends on its place and on the bucket's size. So there the last
-bits agree only where the buckets are the same: a gradient that travels alone, or, from the second backward on, all in
-one bucket under a communication hook. (Without a hook our last bucket is longer, by the report behind the gradients.)
+Both multiply each gradient by 1/W and sum the buckets. Two numbers have one sum, so over two ranks every bit is the
+same, however the gradients lie in their buckets. Over more ranks the order of the sum decides the last bits. Gradients
+of modules on the CPU go over the group's companion, so they have the bits of a ``shm`` group; under a communication
+hook, which sends over the program's group, they have DDP's.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
@@ -173,35 +173,44 @@ def test_every_bit_is_the_same_over_two_ranks(world, bucket_cap_mb):
     run_processes(world, compare, bucket_cap_mb)
 
 
-def large():
-    return nn.Linear(1024, 1025, bias=False)  # just over the size from which a gradient travels alone
-
-
-def compare_layouts(rank):
-    for name, make, hook in (
-        ("hook", mlp, allreduce_hook),
-        ("encoder", Encoder, allreduce_hook),
-        ("alone", large, None),
-    ):
+def compare_under_a_hook(rank):
+    for make in (mlp, Encoder):
         plain = rank.make(make)
         models = {way: WAYS[way](copy.deepcopy(plain)) for way in WAYS}
-        for way in models:
-            if hook is not None:
-                models[way].register_comm_hook(None, hook)
-        for step in range(3):
-            x = torch.randn(2, 1024 if make is large else 32, generator=rank.generator(step))
-            for model in models.values():
-                model.zero_grad()
-                model(x).square().mean().backward()
-            wanted = gradients(models["torch"])
-            for way, model in models.items():  # until the first backward has shown an order, each has its own
-                tolerance = {"rtol": 1e-5, "atol": 1e-7} if hook is not None and step == 0 else {}
-                assert_equal(gradients(model), wanted, f"{name}, {way}, step {step}", **tolerance)
+        for model in models.values():
+            model.register_comm_hook(None, allreduce_hook)
+        for step, grads in enumerate(gradients_of_steps(rank, models)):
+            # until the first backward has shown an order, each has its own
+            tolerance = {"rtol": 1e-5, "atol": 1e-7} if step == 0 else {}
+            for way, got in grads.items():
+                assert_equal(got, grads["torch"], f"{make.__name__}, {way}, step {step}", **tolerance)
+
+
+def compare_with_a_group_in_shared_memory(rank):
+    shm = dist.new_group(backend="shm")
+    for make in (Encoder, lambda: nn.Linear(32, 32, bias=False)):
+        plain = rank.make(make)
+        models = {way: WAYS[way](copy.deepcopy(plain)) for way in ("torch", "wrapper", "replicate")}
+        models["shm"] = lockstep.replicate(copy.deepcopy(plain), process_group=shm)
+        for step, grads in enumerate(gradients_of_steps(rank, models)):
+            for way, got in grads.items():
+                tolerance = {"rtol": 1e-5, "atol": 1e-7} if way == "torch" else {}
+                assert_equal(got, grads["shm"], f"{way}, step {step}", **tolerance)
+
+
+def gradients_of_steps(rank, models):
+    for step in range(3):
+        x = torch.randn(2, 32, generator=rank.generator(step))
+        for model in models.values():
+            model.zero_grad()
+            model(x).square().mean().backward()
+        yield {way: gradients(model) for way, model in models.items()}
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_every_bit_is_the_same_over_more_ranks_where_buckets_are(world):
-    run_processes(world, compare_layouts)
+@pytest.mark.parametrize("compare", [compare_under_a_hook, compare_with_a_group_in_shared_memory])
+def test_every_bit_is_the_same_over_more_ranks(world, compare):
+    run_processes(world, compare)
 
 
 # ----------------------------------------------------------------------------- against one process

@@ -1,4 +1,4 @@
-"""A group whose backend is for accelerators alone: what ranks say in a round travels over a group beside it."""
+"""A group whose backend is for accelerators alone: what ranks say in a round travels over its companion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.distributed.comm.collectives import control_plane
+from lockstep.distributed.comm.collectives import state_of
 from lockstep.errors import PeerError
 from processes import run_processes
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("sim")
 
 
 def only_for_accelerators(rank):
-    """Steps, of which rank 1 fails one; the names of the groups' backends, and of the devices of what was summed."""
+    """Steps, of which rank 1 fails one; the device of the report, and the companion's kind."""
     group = dist.new_group()
     plain_device = lockstep.distributed.comm.collectives.control_device
     # Simulated accelerators sum on the CPU, so that no group of theirs is for accelerators alone: this one looks as if.
@@ -32,7 +32,7 @@ def only_for_accelerators(rank):
 
     def all_reduce(self, tensor, what, *args, **options):
         if what.startswith("report"):
-            seen.add((self.group is group, tensor.device.type))
+            seen.add(tensor.device.type)
         return plain(self, tensor, what, *args, **options)
 
     type(collectives).all_reduce = all_reduce
@@ -52,7 +52,7 @@ def only_for_accelerators(rank):
                 assert all(rank.all_equal(buffer) for buffer in model.buffers())
     finally:
         type(collectives).all_reduce = plain
-    return errors, seen, control_plane(collectives).group is control_plane(collectives).group
+    return errors, seen, type(state_of(group).companion).__name__
 
 
 def model_collectives(model):
@@ -63,7 +63,7 @@ def fail(_):
     raise ArithmeticError("a bad batch")
 
 
-def test_a_group_for_accelerators_alone_gets_one_for_the_cpu_beside_it(sim):
+def test_a_group_for_accelerators_alone_has_a_companion_for_the_cpu(sim):
     told, failing = run_processes(2, only_for_accelerators, device="sim", group_timeout=20)
-    assert told == ([(4, PeerError)], {(False, "cpu")}, True)
-    assert failing == ([(4, ArithmeticError)], {(False, "cpu")}, True)
+    assert told == ([(4, PeerError)], {"cpu"}, "ProcessGroupShm")
+    assert failing == ([(4, ArithmeticError)], {"cpu"}, "ProcessGroupShm")

@@ -417,7 +417,7 @@ def collectives_of(rank, half):
 def test_bytes_and_collectives():
     numel = sum(p.numel() for p in Small().parameters())
     gathered, report = run_ranks(2, collectives_of, torch.bfloat16)[0]
-    assert gathered == ("all_to_all_single", 2 * numel)  # bytes
+    assert gathered == ("all_gather_single", 2 * numel)  # bytes
     assert report[0] == "all_reduce"
     sliced, report, gathered = run_ranks(3, collectives_of, torch.bfloat16)[0]
     each = 2 * -(-numel // 3)

@@ -349,7 +349,7 @@ def test_a_step_costs_one_small_all_gather_and_the_weights():
 
     for seen, weights in run_ranks(2, counted):
         (first, head), (second, nbytes) = seen
-        assert (first, head, second) == ("all_gather", 128, "all_to_all_single")
+        assert (first, head, second) == ("all_gather", 128, "all_gather_single")
         assert 2 * weights <= nbytes <= 2 * weights + 8 + 64 + 128 * 4
 
 

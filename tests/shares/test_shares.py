@@ -542,7 +542,7 @@ def test_a_step_that_cannot_begin_leaves_what_was_loaded_after_a_step_that_was_l
 @pytest.mark.parametrize(
     ("world", "hosts", "expected"),
     [
-        (2, "", ["all_to_all_single", "all_to_all_single"]),
+        (2, "", ["all_to_all_single", "all_gather_single"]),
         (3, "", ["all_to_all_single", "all_to_all_single", "all_gather_single"]),
         (3, "aaa", ["add_in_order"]),
     ],
@@ -631,13 +631,12 @@ def two_layers(rank):
 
 @pytest.mark.parametrize(
     ("hosts", "name", "expected"),
-    [("", "all_to_all_single", [0, 0, 9, 11, 17]), ("aa", "add_in_order", [0, 0, 5, 5, 9])],
+    [("", "all_to_all_single", [0, 0, 5, 7, 9]), ("aa", "add_in_order", [0, 0, 5, 5, 9])],
     ids=["gloo", "shm"],
 )
 def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, expected, monkeypatch):
     """Seen by what has been sent when backward comes to the first of two layers; from the second step on. The first
-    step sends one thing more, with which ranks say that they have not agreed on anything yet. Over Gloo two ranks
-    gather the sums by all-to-alls, too, at the end.
+    step sends one thing more, with which ranks say that they have not agreed on anything yet.
 
     Where ranks share memory none leaves before the end.
     """

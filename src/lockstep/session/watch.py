@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.abilities import abilities_of
 from lockstep.distributed.comm.collectives import (
     Collectives,
     Group,
     backends_of,
+    begun_on,
+    end_groups,
     forget_watcher,
     global_ranks,
     resolve_group,
@@ -317,10 +318,7 @@ def run_name(of_run: str) -> str:
 
 def _begun(group: Group | None) -> int | None:
     """Return the number of collectives that this rank has begun on a group, if the group exists and counts them."""
-    try:
-        return None if group is None else int(group._get_sequence_number_for_group())
-    except (RuntimeError, AttributeError):
-        return None
+    return None if group is None else begun_on(group)
 
 
 def attach(channel: FailureChannel, group: Group, connections: Connections | None = None) -> None:
@@ -329,18 +327,15 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
     ``connections`` are the group's, if its backend is Gloo.
     """
     watch_group(group, channel)
-    abilities = abilities_of(group)
     channel.when_failed(lambda failure: say_at_once(failure, channel.rank))
 
     def end(failure: Failure) -> None:
-        with contextlib.suppress(RuntimeError):
-            if abilities is not None:
-                abilities._abort(failure.summary)
-            else:
-                if connections is not None:
-                    connections.shut_down()
-                if any(name in backends_of(group) for name in ("nccl", "shm")):
-                    group.abort()
+        end_groups(channel, failure.summary)
+        if connections is not None:
+            connections.shut_down()
+        if any(name in backends_of(group) for name in ("nccl", "cpu:shm")):
+            with contextlib.suppress(RuntimeError):
+                group.abort()
 
     channel.when_failed(end)
 
@@ -349,7 +344,7 @@ def _find_connections_of_gloo(group: Group, connections: Connections) -> None:
     """Find Gloo's connections, by a collective; other backends have none, as the ``shm`` group ends its own itself."""
     if "gloo" not in backends_of(group):
         return
-    collectives, world = Collectives(group, Phases()), group.size()
+    collectives, world = Collectives(group, Phases(), uses_companion=False), group.size()
 
     def exchange(size: int) -> None:
         sent = torch.zeros(world * size, dtype=torch.uint8, device="cpu")

@@ -6,12 +6,14 @@ group, even in a smaller group: see :func:`global_ranks`. For each group this pr
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import islice
@@ -23,11 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from lockstep.abilities import Addition, Chunks, abilities_of
+from lockstep.abilities import Abilities, Addition, Chunks, abilities_of
 from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep.distributed.comm.companion import make_companion, store_for_companion
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
 from lockstep.forked_groups import keep_in_forks
 from lockstep.phases import Phases
+from lockstep.store import in_background
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
@@ -68,8 +72,10 @@ class GroupState:
         """Tells of failures of the group's ranks, or None."""
         self.lost = ""
         """The reason why this rank cannot communicate over the group any more, or an empty text."""
-        self.control_plane: Group | None = None
-        """A group of the same ranks for tensors on the CPU, if the group itself cannot send them."""
+        self.makes_companion = threading.Lock()
+        """Held by the thread that makes :attr:`companion`."""
+        self.companion: Group | None = None
+        """The group that sends tensors on the CPU instead of the group, from its first use on: see ``companion.py``."""
         self.batch = 0
         """The number of the last batch. Kept when the decisions are freed with the last module, which happens at a
         different time on each rank
@@ -124,6 +130,18 @@ def watch_group(group: Group, watcher: Watcher) -> None:
     watchers.append(watcher)
 
 
+def end_groups(watcher: Watcher, reason: str) -> None:
+    """End, on this rank and the others, what ranks that a watcher watches use to send tensors on the CPU, so that
+    waits for it raise."""
+    watched = set(watcher.global_ranks)
+    for group, state in list(_states.items()):
+        if state.watcher is watcher or watched.issuperset(_registered_ranks(group) or [-1]):
+            abilities = abilities_of(group if state.companion is None else state.companion)
+            if abilities is not None:
+                with contextlib.suppress(RuntimeError):
+                    abilities._abort(reason)
+
+
 def forget_watcher(watcher: Watcher) -> None:
     """Remove a watcher from its groups."""
     watchers[:] = [each for each in watchers if each is not watcher]
@@ -154,9 +172,6 @@ _SLICE = timedelta(seconds=0.2)
 """Time between two checks, while a rank waits, for a failure of another rank."""
 _GROUPS_OWN_TIMEOUT = timedelta(0)
 """What PyTorch passes for no timeout of the call; works written in Python expect the argument."""
-_SWAPPED_BYTES = 1024 * 1024
-"""Size of the largest message of :meth:`Collectives._swap`: Gloo sends messages up to this in both directions at
-once."""
 
 
 class _ExitDelay:
@@ -187,10 +202,11 @@ _exit_delay = _ExitDelay()
 class Pending:
     """A collective under way."""
 
-    def __init__(self, works: Sequence[Any], what: str, owner: "Collectives") -> None:
+    def __init__(self, works: Sequence[Any], what: str, owner: "Collectives", in_slices: bool) -> None:
         self.works = works
         self._what = what
         self._owner = owner
+        self._in_slices = in_slices
 
     def wait(self) -> None:
         """Return when the tensor holds the result (for the current stream, on devices with streams)."""
@@ -201,7 +217,7 @@ class Pending:
                     work.wait(_GROUPS_OWN_TIMEOUT)
                 else:
                     with watcher.waiting(self._what):
-                        self._owner.wait_watched(work, watcher)
+                        self._owner.wait_watched(work, watcher, self._in_slices)
         except PeerFailure:
             raise
         except RuntimeError as error:
@@ -213,25 +229,77 @@ class Pending:
         return all(work.is_completed() for work in self.works)
 
 
+class _Sender:
+    """A group that sends tensors, and what its backend can do."""
+
+    __slots__ = ("abilities", "group", "in_slices")
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.abilities = abilities_of(group)
+        self.in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
+        """True if its works have to be waited for in slices: see :meth:`Collectives.wait_watched`."""
+
+
 class Collectives:
     """The collectives of one owner over one group; ``phases`` counts them as ``collective``, and waiting as
-    ``wait``."""
+    ``wait``.
 
-    def __init__(self, group: Group, phases: Phases) -> None:
+    Tensors on the CPU go over the group's companion, which the first of them makes, or over the group itself if
+    ``uses_companion`` is False.
+    """
+
+    def __init__(self, group: Group, phases: Phases, *, uses_companion: bool = True) -> None:
         self.group = group
         self.phases = phases
         self.comm_stats = CommStats()
         self.rank: int = group.rank()
         self.world: int = group.size()
         self.global_ranks = global_ranks(group)
-        self.device = control_device(group)
         self._registered = _is_registered(group)
         self._state = state_of(group)
-        self._abilities = abilities_of(group)
+        self._given = _Sender(group)
+        self._store = store_for_companion(group, backends_of(group)) if uses_companion else None
+        self._on_cpu: _Sender | None = self._given if self._store is None else None
+        self.device = control_device(group) if self._store is None else torch.device("cpu")
+        """The device of small control tensors."""
         self._begin_only = dist.AllreduceOptions()
         self._waited_for = dist.AllreduceOptions()
         self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
-        self._in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
+
+    def _sender(self, tensor: Tensor, what: str) -> _Sender:
+        """Return what sends a tensor."""
+        if not tensor.is_cpu:
+            return self._given
+        return self._on_cpu or self._find_companion(what)
+
+    def _find_companion(self, what: str) -> _Sender:
+        """Return the companion; make it if this is its first use."""
+        self.check_alive()
+        state = self._state
+        with state.makes_companion:
+            if state.companion is None:
+                try:
+                    state.companion = self._make_companion(what)
+                except BaseException:
+                    state.lose(f"it has not met them in {what}, where they connect to each other")
+                    raise
+        self._on_cpu = _Sender(state.companion)
+        return self._on_cpu
+
+    def _make_companion(self, what: str) -> Group:
+        """Make the companion on a thread of its own, as that waits for the other ranks; raise if one of them fails."""
+        limit = _timeout_of(self.group, control_device(self.group)) or timedelta(minutes=30)
+        made = in_background(lambda: make_companion(self._store, self.rank, self.global_ranks, limit))
+        watcher, since = self.watcher, time.monotonic()
+        with watcher.waiting(what) if watcher is not None else contextlib.nullcontext():
+            while not futures.wait([made], _SLICE.total_seconds()).done:
+                if watcher is not None:
+                    watcher.check_waiting(self.global_ranks, since)
+        try:
+            return made.result()
+        except RuntimeError as error:
+            raise self.failure(what, error) from error
 
     @property
     def watcher(self) -> Watcher | None:
@@ -251,14 +319,14 @@ class Collectives:
         if watchers and (watcher := self.watcher) is not None:
             watcher.enter(phase)
 
-    def wait_watched(self, work: Any, watcher: Watcher) -> None:
+    def wait_watched(self, work: Any, watcher: Watcher, in_slices: bool) -> None:
         """Wait for a work; raise :class:`PeerFailure` if the watcher knows of one.
 
         If a rank fails, ``shm`` and NCCL are aborted, which ends the wait. A Gloo work is waited for in short slices,
         since it can be waited for again after a timeout.
         """
         watcher.check()
-        if not self._in_slices:
+        if not in_slices:
             work.wait(_GROUPS_OWN_TIMEOUT)
             return
         since = time.monotonic()
@@ -295,15 +363,10 @@ class Collectives:
     def begun(self) -> int | None:
         """Return the number of collectives begun in this process, on all groups that count them; None if this does
         not."""
-        groups = {id(group): group for group in (*dist.distributed_c10d._world.pg_map, self.group)}
-        total = 0
-        for group in groups.values():
-            try:
-                total += int(group._get_sequence_number_for_group())
-            except (RuntimeError, AttributeError):
-                if group is self.group:
-                    return None
-        return total
+        groups = {*dist.distributed_c10d._world.pg_map, self.group}
+        if begun_on(self.group) is None:
+            return None
+        return sum(begun_on(group) or 0 for group in groups)
 
     @property
     def is_lost(self) -> bool:
@@ -317,8 +380,9 @@ class Collectives:
         """
         if not self._state.lost:
             self._state.lose(reason)
-            if self._abilities is not None:
-                self._abilities._abort(f"rank {self.global_rank} is lost: {reason}")
+            for sender in (self._given, self._on_cpu):
+                if sender is not None and sender.abilities is not None:
+                    sender.abilities._abort(f"rank {self.global_rank} is lost: {reason}")
 
     def _check_process(self) -> None:
         if self._state.is_inherited:
@@ -330,9 +394,13 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return uninitialised memory for repeated messages, shared with the other ranks if the backend can."""
-        if self._abilities is not None and device.type == "cpu":
-            return self._abilities.allocate(numel, dtype)
-        return plain_memory(numel, dtype, device)
+        abilities = self._abilities if device.type == "cpu" else None
+        return plain_memory(numel, dtype, device) if abilities is None else abilities.allocate(numel, dtype)
+
+    @property
+    def _abilities(self) -> Abilities | None:
+        """What the group that sends tensors on the CPU can do."""
+        return (self._on_cpu or self._find_companion("first use of the process group")).abilities
 
     def follows_stream(self, device: torch.device) -> bool:
         """Return True if collectives on this device, and callbacks of their futures, run in the order of its stream.
@@ -356,13 +424,14 @@ class Collectives:
         options = self._waited_for if blocking else self._begin_only
         self.comm_stats.reduces(tensor)
         with self.phases.phase("collective", f"all_reduce, {what}"):
-            if self._abilities is not None:  # it multiplies while it copies
-                return self._begin(what, self._abilities.allreduce, [tensor], options, factor=factor)
+            sender = self._sender(tensor, what)
+            if sender.abilities is not None:  # it multiplies while it copies
+                return self._begin(what, sender, sender.abilities.allreduce, [tensor], options, factor=factor)
             if factor != 1:
                 tensor.mul_(factor)
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             # As in dist.all_reduce, without its checks, which take longer than the collective of a small tensor.
-            return self._begin(what, self.group.allreduce, [real], options)
+            return self._begin(what, sender, sender.group.allreduce, [real], options)
 
     def mean_rounded_to(self, half: torch.dtype, tensor: Tensor, what: str, *, blocking: bool = False) -> Pending:
         """Start to replace a tensor by the mean over ranks that share memory, added in float32, of what is rounded to
@@ -370,18 +439,23 @@ class Collectives:
 
         ``blocking``: as in :meth:`all_reduce`.
         """
-        assert self._abilities is not None
+        sender = self._sender(tensor, what)
+        assert sender.abilities is not None
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         options.asyncOp = not blocking
         self.comm_stats.reduces(tensor)
         with self.phases.phase("collective", f"all_reduce, {what}"):
-            return self._begin(what, self._abilities.allreduce, [tensor], options, rounded_to=half)
+            return self._begin(what, sender, sender.abilities.allreduce, [tensor], options, rounded_to=half)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         """Start to broadcast a tensor from rank ``source``, in place."""
         with self.phases.phase("collective", f"broadcast, {what}"):
-            return self._begin(what, dist.broadcast, tensor, group=self.group, group_src=source, async_op=True)
+            sender = self._sender(tensor, what)
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            return self._begin(what, sender, sender.group.broadcast, [real], options)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], what: str, factor: float = 1.0
@@ -420,7 +494,10 @@ class Collectives:
         """Return the tensors of all ranks, which have the same shape, in rank order."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
         with self.phases.phase("collective", f"all_gather, {what}"):
-            self._begin(what, dist.all_gather, gathered, tensor, group=self.group, async_op=True).wait()
+            sender = self._sender(tensor, what)
+            options = AllgatherOptions()
+            options.asyncOp = True
+            self._begin(what, sender, sender.group.allgather, [gathered], [tensor], options).wait()
         return gathered
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
@@ -430,36 +507,17 @@ class Collectives:
         """
         output, tensor = _real(output), _real(tensor)
         with self.phases.phase("collective", f"all_gather, {what}"):
-            if self._in_slices and self.world == 2 and tensor.device.type == "cpu":
-                return self._swap(output.view(2, -1), tensor, what)
+            sender = self._sender(tensor, what)
             options = AllgatherOptions()
             options.asyncOp = True
-            return self._begin(what, self.group._allgather_base, output, tensor, options)
-
-    def _swap(self, parts: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Gather between two ranks over Gloo by all-to-alls, which send and receive in place.
-
-        Gloo's all-gather copies all that it gathers twice more, and sends large messages in one direction after the
-        other. With more ranks its ring is faster (``bench_reduce_scatter.py``).
-        """
-        mine, other = self.rank, 1 - self.rank
-        if parts[mine].data_ptr() != tensor.data_ptr():
-            parts[mine].copy_(tensor)
-        options = dist.AllToAllOptions()
-        options.asyncOp = True
-        works: list[Any] = []
-        size = _SWAPPED_BYTES // tensor.element_size()
-        for sent, received in zip(tensor.split(size), parts[other].split(size), strict=True):
-            numels = [0, 0]
-            numels[other] = sent.numel()
-            works += self._begin(what, self.group.alltoall_base, received, sent, numels, numels, options).works
-        return Pending(works, what, self)
+            return self._begin(what, sender, sender.group._allgather_base, output, tensor, options)
 
     def gather_in_chunks(self, chunks: Chunks, what: str) -> Pending:
         """Start to gather chunks between ranks that share memory: see :class:`~lockstep.abilities.Abilities`."""
-        assert self._abilities is not None
+        sender = self._on_cpu or self._find_companion(what)
+        assert sender.abilities is not None
         with self.phases.phase("collective", f"all_gather, {what}"):
-            return self._begin(what, self._abilities._gather_in_chunks, chunks, self._waited_for)
+            return self._begin(what, sender, sender.abilities._gather_in_chunks, chunks, self._waited_for)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], what: str
@@ -471,11 +529,12 @@ class Collectives:
         each = 2 if tensor.is_complex() else 1
         sizes = [each * n for n in received], [each * n for n in sent]
         with self.phases.phase("collective", f"all_to_all, {what}"):
-            return self._begin(what, lambda: self.group.alltoall_base(_real(output), _real(tensor), *sizes, options))
+            sender = self._sender(tensor, what)
+            return self._begin(what, sender, sender.group.alltoall_base, _real(output), _real(tensor), *sizes, options)
 
     @property
     def shares_memory(self) -> bool:
-        """True if all ranks reduce in shared memory."""
+        """True if all ranks reduce tensors on the CPU in shared memory."""
         return self._abilities is not None and self._abilities._shares_memory
 
     def can_add_in_order(self, device: torch.device) -> bool:
@@ -496,14 +555,15 @@ class Collectives:
 
         ``blocking``: as in :meth:`all_reduce`.
         """
-        assert self._abilities is not None
+        sender = self._sender(tensor, what)
+        assert sender.abilities is not None
         each = 2 if tensor.is_complex() else 1
         sizes = each * numel, additions, each * gathered
         options = self._waited_for if blocking else self._begin_only
         with self.phases.phase("collective", f"add_in_order, {what}"):
-            return self._begin(what, self._abilities._add_in_order, _real(tensor), *sizes, options)
+            return self._begin(what, sender, sender.abilities._add_in_order, _real(tensor), *sizes, options)
 
-    def _begin(self, what: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
+    def _begin(self, what: str, sender: _Sender, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
         if self._state.is_inherited:
             self._check_process()
         try:
@@ -512,7 +572,7 @@ class Collectives:
             raise self.failure(what, error) from error
         if work is None:
             raise CommunicationError(f"{what}: this process is not in the process group it was given")
-        return Pending((work,), what, self)
+        return Pending((work,), what, self, sender.in_slices)
 
     def _place(self) -> str:
         if list(self.global_ranks) == list(range(self.world)):
@@ -568,29 +628,15 @@ def control_device(group: Group) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def can_have_control_plane(group: Group) -> bool:
-    """Return True if the ranks can exchange tensors on the CPU, over the group itself or one made for it."""
-    return control_device(group).type == "cpu" or _is_registered(group)
-
-
-def control_plane(collectives: "Collectives") -> "Collectives":
-    """Return collectives for tensors on the CPU between the ranks of a group: these, or those of a Gloo group beside
-    it.
-
-    The first call makes the Gloo group, through the store, for which all ranks of the group wait.
-    """
-    group = collectives.group
-    if collectives.device.type == "cpu":
-        return collectives
-    state = state_of(group)
-    if state.control_plane is None:
-        state.control_plane = dist.new_group(
-            list(collectives.global_ranks),
-            timeout=_timeout_of(group, collectives.device),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-    return Collectives(state.control_plane, collectives.phases)
+def begun_on(group: Group) -> int | None:
+    """Return the number of collectives that this process has begun on a group and its companion; None if the group
+    does not count them."""
+    state = _states.get(group)
+    groups = {group} if state is None or state.companion is None else {group, state.companion}
+    try:
+        return sum(int(each._get_sequence_number_for_group()) for each in groups)
+    except (RuntimeError, AttributeError):
+        return None
 
 
 def _timeout_of(group: Group, device: torch.device) -> timedelta | None:

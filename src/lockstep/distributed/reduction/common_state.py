@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.comm.collectives import (
-    Collectives,
-    Pending,
-    can_have_control_plane,
-    control_plane,
-    plain_memory,
-)
+from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.buffer_sync import BufferSync
 from lockstep.distributed.reduction.comm_hooks import HookChain
@@ -105,9 +99,9 @@ class CommonState:
         # rounding: test_small_buffers_and_the_report_stay_exact.
         shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked
         shares_bucket = shares_bucket and not travels_in_half(planned[-1].layout.dtype, self._half)
-        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
+        self.device = self.parameters[0].spec.device if self.parameters else self.collectives.device
         behind = planned[-1].layout.dtype if shares_bucket else None
-        self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, device)
+        self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, self.device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
         self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty, self._half)
         self._settle()
@@ -221,7 +215,7 @@ class ReportTransport:
     """Writes, sends and reads the reports of one module, as long as its buckets stay the same.
 
     On the CPU a report follows the gradients of the last bucket, or travels on its own if that bucket cannot carry it.
-    On an accelerator the statuses, which only the host knows, go over the group's control plane on the CPU, so that the
+    On an accelerator the statuses, which only the host knows, go over the group's companion, so that the
     end of backward waits for the other hosts but never for the device; only small buffers follow the last bucket there.
     """
 
@@ -238,7 +232,7 @@ class ReportTransport:
         packed = buffers.plan_packing(dtype)
         self._collectives = collectives
         self._buffers = buffers
-        self.splits = device.type != "cpu" and can_have_control_plane(collectives.group)
+        self.splits = device.type != "cpu" and collectives.device.type == "cpu"
         """True if small buffers follow the last bucket, and the statuses travel on their own."""
         self.has_buffers = packed > 0
         row_dtype = _OWN_DTYPE if self.splits else dtype
@@ -273,8 +267,7 @@ class ReportTransport:
 
     def send(self, row: Tensor, what: str, blocking: bool) -> Pending:
         """Start to sum the row that travels on its own; ``blocking``: the caller waits for it next."""
-        collectives = control_plane(self._collectives) if self.splits else self._collectives
-        return collectives.all_reduce(row, what, blocking=blocking)
+        return self._collectives.all_reduce(row, what, blocking=blocking)
 
     def read(self, row: Tensor) -> Report:
         """Return the reports of all ranks."""

@@ -211,7 +211,7 @@ class Round:
             is_last = bucket is self.buckets.report_bucket and not has_large and row is None
             self._launch_bucket(bucket, used, blocking=is_last)
         if common.hooks.hooks:
-            self._order_hooks(common.collectives.device)
+            self._order_hooks(common.device)
         if has_large:
             common.buffers.send_large()
         if row is not None:
@@ -391,7 +391,7 @@ class Round:
                 self._all_reduce(zeros, "aborted bucket")
             else:
                 self._begin_mean(bucket.half, zeros, "aborted bucket")
-        if common.hooks.hooks and not common.collectives.follows_stream(common.collectives.device):
+        if common.hooks.hooks and not common.collectives.follows_stream(common.device):
             self._wait_aborted()
         common.buffers.send_large(failed=True)
         if common.transport.own_row is not None:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.comm.collectives import Group, global_ranks, resolve_group
+from lockstep.distributed.comm.collectives import Group, control_device, global_ranks, resolve_group
 from lockstep.distributed.reduction.buffer_sync import Policy
 from lockstep.distributed.reduction.plan import MIB, ReductionPlan
 from lockstep.distributed.replication.ddp_compat import (
@@ -527,7 +527,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     @property
     def join_device(self) -> torch.device:
         """The device of ``Join``'s own small tensors."""
-        return self._replication.started_reducer.collectives.device
+        return control_device(self._replication.group)
 
     @property
     def join_process_group(self) -> Group:

@@ -99,7 +99,8 @@ class ReducerReplication(Replication):
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
         parameters = ParameterSet(self._selection, contents, delayed, undo)
         policy = BufferSync(self._scan(), options.policy, collectives)
-        caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
+        on_cpu = all(each.spec.device.type == "cpu" for each in parameters.parameters)
+        caps = options.caps_in_shared_memory() if on_cpu and collectives.shares_memory else options.caps
         common = CommonState(
             parameters,
             collectives,

@@ -1,0 +1,54 @@
+"""The companion of a process group: a group of the same ranks, over which lockstep sends what is on the CPU.
+
+The group that the program made is the program's. Gradients and buffers of modules on the CPU, agreements, statuses,
+means, sharded steps and saves go over its companion instead, so that they never meet the program's own collectives.
+Tensors on accelerators, and communication hooks, stay on the program's group.
+
+The companion is a ``shm`` group, which uses Gloo only between hosts. If a rank cannot share memory, all ranks learn why
+while they meet, and make a Gloo group. ``shm`` groups need no companion, and groups without a store cannot have one.
+"""
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep.shm.gloo import make_gloo_group
+from lockstep.shm.group import ProcessGroupShm
+from lockstep.shm.rendezvous import CannotShareMemoryError
+
+_ALONE = {"shm", "fake", "mpi", "threaded"}
+"""Backends of the CPU without a companion: one that is ``shm`` itself, and those whose ranks do not meet at a store."""
+
+
+def store_for_companion(group: Any, backends: str) -> Any | None:
+    """Return the store at which the ranks of a group can make a companion, or None if the group has none.
+
+    ``backends`` are the names of the group's backends.
+    """
+    of_cpu = next((name for name in backends.split(",") if name.startswith("cpu:")), backends).removeprefix("cpu:")
+    if group.size() == 1 or of_cpu in _ALONE:
+        return None
+    try:
+        return dist.distributed_c10d._world.pg_map[group][1]
+    except (KeyError, TypeError):  # a bare backend
+        return None
+
+
+def make_companion(store: Any, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> Any:
+    """Make the companion of a group; every rank of the group has to call it.
+
+    Communicates a few keys of the store, and connects the ranks. Raises
+    :class:`~lockstep.errors.CommunicationError` on all ranks if one of them does not come within the time-out.
+    """
+    store, size = PrefixStore("lockstep companion", store), len(global_ranks)
+    try:
+        return ProcessGroupShm(PrefixStore("shm", store), rank, size, timeout, global_ranks=global_ranks)
+    except CannotShareMemoryError as error:  # on every rank
+        if rank == 0:
+            text = "what lockstep sends between CPUs goes over a Gloo group of its own instead of shared memory: %s"
+            logging.getLogger("lockstep").info(text, error)
+        return make_gloo_group(PrefixStore("gloo", store), rank, size, timeout, None)

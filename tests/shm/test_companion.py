@@ -1,0 +1,229 @@
+"""What lockstep sends between CPUs goes over a group of its own, the companion of the program's group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.distributed.comm.collectives import Collectives, state_of
+from lockstep.errors import CommunicationError, PeerFailure
+from lockstep.phases import Phases
+from processes import be_launched, run_processes
+from threaded import run_ranks
+
+
+def companion(group=None):
+    return state_of(group or dist.group.WORLD).companion
+
+
+def step(module, rank) -> float:
+    module.zero_grad()
+    module(torch.full((1, 1), rank + 1.0)).sum().backward()
+    return module.weight.grad.item()
+
+
+def linear(**options) -> nn.Module:
+    return lockstep.replicate(nn.Linear(1, 1, bias=False), **options)
+
+
+# ------------------------------------------------------------------------------------ which groups
+
+
+def on_several_groups(rank):
+    model, again = linear(), linear()
+    shm, pair = dist.new_group(backend="shm"), dist.new_group([0, 1])
+    models = [model, again, linear(process_group=shm)]
+    if rank.rank < 2:
+        models.append(linear(process_group=pair))
+    grads = [step(each, rank.rank) for each in models]
+    kinds = [type(companion(each)).__name__ for each in (None, shm, pair)[: len(models) - 1]]
+    return grads, kinds
+
+
+def test_a_gloo_group_gets_one_and_a_shm_group_none():
+    pair = [2, 2, 2, 1.5], ["ProcessGroupShm", "NoneType", "ProcessGroupShm"]
+    assert run_processes(3, on_several_groups) == [pair, pair, ([2, 2, 2], ["ProcessGroupShm", "NoneType"])]
+
+
+def nothing_on_the_programs_group(rank):
+    """The program's collectives are under way while lockstep's begin and end."""
+    group = dist.group.WORLD
+    model, others = linear(), torch.full((100,), rank.rank + 1.0)
+    optimizer = lockstep.shard_optimizer(torch.optim.Adam(model.parameters()))
+    begun = group._get_sequence_number_for_group()
+    work = dist.all_reduce(others, async_op=True)
+    grad = step(model, rank.rank)
+    optimizer.step()
+    lockstep.check_in_sync(model)
+    mean = lockstep.mean(torch.tensor(float(rank.rank)))
+    work.wait()
+    return grad, mean.item(), others.sum().item(), group._get_sequence_number_for_group() - begun
+
+
+def test_nothing_goes_over_the_programs_group():
+    assert run_processes(2, nothing_on_the_programs_group) == [(1.5, 0.5, 300.0, 1)] * 2
+
+
+def test_a_group_without_a_store_has_none():
+    def ranks(rank):
+        model = linear(process_group=rank.group)
+        return step(model, rank.rank), companion(rank.group)
+
+    assert run_ranks(2, ranks) == [(1.5, None)] * 2
+
+
+def made_again(rank):
+    model = linear()
+    grads = [step(model, rank.rank)]
+    del model
+    place = {"rank": rank.rank, "world_size": rank.world, "timeout": timedelta(seconds=20)}
+    store = dist.PrefixStore("second", dist.distributed_c10d._world.pg_map[dist.group.WORLD][1])
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, **place)
+    return [*grads, step(linear(), rank.rank)]
+
+
+def test_the_next_group_gets_another():
+    assert run_processes(2, made_again) == [[1.5, 1.5]] * 2
+
+
+# ------------------------------------------------------------------------------ no shared memory
+
+
+def without_memory(rank):
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("lockstep").addHandler(handler)
+    logging.getLogger("lockstep").setLevel(logging.INFO)
+    if rank.rank == 1:
+        del os.memfd_create  # as in a Python that was built for an old system
+    begun = dist.group.WORLD._get_sequence_number_for_group()
+    model = linear()
+    grads = [step(model, rank.rank) for _ in range(3)]
+    assert dist.group.WORLD._get_sequence_number_for_group() == begun
+    return grads, type(companion()).__name__, [each.getMessage() for each in records]
+
+
+def test_without_shared_memory_on_one_rank_it_is_a_gloo_group_on_all():
+    first, *others = run_processes(3, without_memory)
+    assert [each[:2] for each in (first, *others)] == [([2.0] * 3, "ProcessGroupGloo")] * 3
+    (line,), *rest = (each[2] for each in (first, *others))
+    assert rest == [[], []]
+    assert "goes over a Gloo group of its own instead of shared memory" in line
+    assert "cannot work on rank 1: memory cannot be shared here: AttributeError" in line
+
+
+def fails_where_memory_cannot_be_shared(rank, port):
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    if rank.rank == 1:
+        del os.memfd_create
+    with lockstep.session(backend="gloo") as run:
+        model = linear()
+        for _ in run.batches(range(3)):
+            step(model, rank.rank)
+            if rank.rank == 1 and run.step == 2:
+                raise ValueError("of rank 1")
+
+
+def test_a_failure_ends_waits_for_a_gloo_companion():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    began = time.monotonic()
+    first, second = run_processes(2, fails_where_memory_cannot_be_shared, store.port, errors=True, group_timeout=60)
+    assert isinstance(first.error, PeerFailure)
+    assert "rank 1 failed" in str(first.error)
+    assert str(second.error) == "of rank 1"
+    assert time.monotonic() - began < 30
+
+
+# ---------------------------------------------------------------------- ranks that do not all come
+
+
+def comes_alone(rank, port):
+    dist.destroy_process_group()  # whose store, in a file, waits for whole seconds
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world)
+    dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    if rank.rank == 1:
+        return
+    with pytest.raises(CommunicationError, match=r"rank\(s\) 1 did not come to the shm process group within 1 s"):
+        Collectives(dist.group.WORLD, Phases()).all_reduce(torch.ones(1), "test").wait()
+    with pytest.raises(CommunicationError, match="rank 0 can no longer take part in what the other ranks"):
+        linear()
+    return
+
+
+def test_a_rank_that_comes_alone_is_told_who_is_missing():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_processes(2, comes_alone, store.port)
+
+
+def fails_before_the_first_use(rank, port):
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    with lockstep.session(backend="gloo"):
+        if rank.rank == 1:
+            raise ValueError("before the first use")
+        lockstep.mean(torch.ones(()))
+
+
+def test_a_rank_that_fails_before_the_first_use_ends_the_wait():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    began = time.monotonic()
+    first, second = run_processes(2, fails_before_the_first_use, store.port, errors=True)
+    assert isinstance(first.error, PeerFailure)
+    assert "before the first use" in str(first.error)
+    assert str(second.error) == "before the first use"
+    assert time.monotonic() - began < 30
+
+
+def fails_beside_a_smaller_group(rank, port, ready):
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    with lockstep.session(backend="gloo"):
+        pair = dist.new_group([0, 1])
+        model = linear(process_group=pair) if rank.rank < 2 else None
+        if rank.rank == 2:
+            os.read(os.open(ready, os.O_RDONLY), 1)
+            raise ValueError("of rank 2")
+        if rank.rank == 1:  # does not come to rank 0's round
+            os.write(os.open(ready, os.O_RDWR), b"x")
+            dist.barrier()
+        step(model, 0)
+
+
+def test_a_failure_ends_waits_on_all_groups(tmp_path):
+    """Rank 0 waits for rank 1 in a group to which rank 2, which fails, does not belong."""
+    os.mkfifo(tmp_path / "ready")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ready = str(tmp_path / "ready")
+    outcomes = run_processes(3, fails_beside_a_smaller_group, store.port, ready, errors=True, group_timeout=60)
+    assert isinstance(outcomes[0].error, PeerFailure)
+    assert str(outcomes[2].error) == "of rank 2"
+
+
+def forked(rank):
+    model = linear()
+    step(model, rank.rank)
+    child = os.fork()
+    if child == 0:
+        try:
+            step(model, rank.rank)
+        except CommunicationError as error:
+            os._exit(0 if "was forked from process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    return step(model, rank.rank)
+
+
+def test_a_forked_process_does_not_communicate():
+    assert run_processes(2, forked) == [1.5] * 2
