@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.distributed.comm.collectives import state_of
+from lockstep.distributed.comm.collectives import Collectives, state_of
 from lockstep.errors import PeerError
+from lockstep.phases import Phases
 from processes import run_processes
 
 pytestmark = pytest.mark.usefixtures("sim")
@@ -67,3 +68,27 @@ def test_a_group_for_accelerators_alone_has_a_companion_for_the_cpu(sim):
     told, failing = run_processes(2, only_for_accelerators, device="sim", group_timeout=20)
     assert told == ([(4, PeerError)], {"cpu"}, "ProcessGroupShm")
     assert failing == ([(4, ArithmeticError)], {"cpu"}, "ProcessGroupShm")
+
+
+class LikeNccl:
+    """A bare backend that returns no work for a collective that is not asynchronous, as NCCL does."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 1
+
+    def name(self):
+        return "nccl"
+
+    def allreduce(self, tensors, options):
+        done = torch.futures.Future()
+        done.set_result(tensors)
+        return torch._C._distributed_c10d._create_work_from_future(done) if options.asyncOp else None
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_sum_on_an_accelerator_that_is_waited_for_next_is_asynchronous_all_the_same(blocking):
+    collectives = Collectives(LikeNccl(), Phases())
+    collectives.all_reduce(torch.ones(3, device="meta"), "test", blocking=blocking).wait()

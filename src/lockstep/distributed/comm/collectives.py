@@ -421,7 +421,8 @@ class Collectives:
 
         ``blocking``: the caller waits for it next, so no other thread has to make it progress.
         """
-        options = self._waited_for if blocking else self._begin_only
+        # NCCL returns no work for a collective that is not asynchronous.
+        options = self._waited_for if blocking and tensor.is_cpu else self._begin_only
         self.comm_stats.reduces(tensor)
         with self.phases.phase("collective", f"all_reduce, {what}"):
             sender = self._sender(tensor, what)
