@@ -1,9 +1,10 @@
 """A parameter whose gradient is synchronised, the reducer that synchronises it, and the hooks on it.
 
-The reducer that claimed a parameter last synchronises it, even after the wrapper or the whole network has been dropped.
-So each module holds the reducer of its parameters, which does not refer back to the module. An attribute of the module
-would be visible and copied. Instead, one of the dictionaries that every module has, an empty one if there is any, is
-replaced by a subclass that carries the reducer; it is copied and pickled as the plain dictionary.
+The reducer that claimed a parameter last synchronises it, even after a wrapper has been dropped. So the replicated
+module holds the reducer, which does not refer back to it. An attribute of the module would be visible and copied.
+Instead, one of the dictionaries that every module has, an empty one if there is any, is replaced by a subclass that
+carries the reducer; it is copied and pickled as the plain dictionary. When the module is gone, the next gradient of a
+parameter that is left raises an error.
 
 Autograd runs a parameter's post-accumulate hooks before its gradient is reduced. An optimizer step in such a hook would
 use the local gradient, so hooks that users register, before or after replicating, are held back. At the end of a
@@ -183,24 +184,24 @@ _ATTRIBUTES = (
 
 
 class _KeepingDict(OrderedDict[int, Any]):
-    """The module's hooks, and the objects that it keeps alive."""
+    """The module's hooks, and the reducers that it keeps alive."""
 
     def __init__(self, entries: Any = ()) -> None:
         super().__init__(entries)
-        self.kept: list[Any] = []
+        self.kept: list[Owner] = []
 
     def __reduce__(self) -> Any:
         return OrderedDict, (list(self.items()),)
 
 
-def attach_to_module(module: Module, thing: Any, instead_of: Any = None) -> None:
-    """Keep ``thing`` alive as long as ``module``, and let go of ``instead_of`` and of objects that have retired."""
+def attach_to_module(module: Module, owner: Owner) -> None:
+    """Keep ``owner`` alive as long as ``module``, and let go of reducers that have retired."""
     name, hooks = _kept_by(module)
     if not isinstance(hooks, _KeepingDict):
         hooks = _KeepingDict(hooks)
         vars(module)[name] = hooks
-    hooks.kept = [each for each in hooks.kept if each not in (thing, instead_of) and not each.retired]
-    hooks.kept.append(thing)
+    hooks.kept = [each for each in hooks.kept if each is not owner and not each.retired]
+    hooks.kept.append(owner)
 
 
 def _kept_by(module: Module) -> tuple[str, dict[int, Any]]:
@@ -214,13 +215,12 @@ def _kept_by(module: Module) -> tuple[str, dict[int, Any]]:
     return next(keeping, None) or next((pair for pair in found if not pair[1]), found[0])
 
 
-def restore_later(modules: Sequence[Module], parameters: Sequence[Parameter], undo: ExitStack) -> None:
-    """Let ``undo`` restore what modules keep alive, and which reducers have claimed parameters, as they are now."""
-    for module in modules:
-        name, hooks = _kept_by(module)
-        undo.callback(vars(module).__setitem__, name, hooks)
-        if isinstance(hooks, _KeepingDict):
-            undo.callback(setattr, hooks, "kept", hooks.kept)
+def restore_later(module: Module, parameters: Sequence[Parameter], undo: ExitStack) -> None:
+    """Let ``undo`` restore what a module keeps alive, and which reducers have claimed parameters, as they are now."""
+    name, hooks = _kept_by(module)
+    undo.callback(vars(module).__setitem__, name, hooks)
+    if isinstance(hooks, _KeepingDict):
+        undo.callback(setattr, hooks, "kept", hooks.kept)
     undo.callback(_restore_owners, {id(parameter): _owners.get(id(parameter)) for parameter in parameters})
 
 
@@ -259,7 +259,7 @@ class Trigger:
 
 
 class OutlivedHook:
-    """Hook on a parameter that has outlived every module that it was replicated with."""
+    """Hook on a parameter that has outlived the module that it was replicated with."""
 
     __slots__ = ("_name",)
 
@@ -269,9 +269,9 @@ class OutlivedHook:
     def __call__(self, parameter: Parameter) -> None:
         """Raise :class:`NotReplicableError`."""
         raise NotReplicableError(
-            f"parameter {self._name} got a gradient, but no module is left of those that it was replicated with, so "
-            "nothing synchronises it any more; keep the module, or replicate the one that holds the parameter now, or "
-            "train a copy: torch.nn.Parameter(parameter.detach())"
+            f"parameter {self._name} got a gradient, but the module that was replicated does not exist any more, so "
+            "nothing synchronises it; keep a reference to that module, or replicate the part of it that is trained "
+            "now, or train a copy.deepcopy() of the part without the other ranks"
         )
 
 

@@ -366,11 +366,8 @@ _SLOTS = attrgetter("_parameters", "_modules")
 class SlotSnapshot:
     """The contents of the parameter and module slots of ``modules``, to compare with later contents."""
 
-    retired = False
-    """Read by :func:`attach_to_module`: a module keeps its snapshot until another one replaces it."""
-
     def __init__(self, modules: Sequence[Module]) -> None:
-        self._modules = list(map(ref, modules))  # weak: a module keeps the reducer alive, and the reducer holds this
+        self._modules = list(map(ref, modules))  # weak: one of them keeps the reducer alive, and the reducer this
         dictionaries = [slots for module in modules for slots in _SLOTS(module)]
         self._known = [*chain.from_iterable(map(dict.values, dictionaries)), *_END]
 
@@ -414,25 +411,23 @@ class _Agreed(NamedTuple):
 class _Structure(NamedTuple):
     """The places of the parameters in the module."""
 
-    owners: Sequence["ref[Module]"] = ()
-    """The modules that hold parameters."""
-    last_slot: tuple[dict[str, Any], str, Any] = {}, "", None
+    slots: SlotSnapshot
+    last_slot: tuple[dict[str, Any], str, Any]
     """The slot of the last trained parameter: a module's registry, its name in it, and the parameter."""
-    slots: Callable[[], SlotSnapshot | None] = lambda: None
+
+    @classmethod
+    def of(cls, selection: Selection) -> "_Structure":
+        owners = [owner for _, owner in selection.owners()]
+        return cls(SlotSnapshot(owners), _last_slot(owners))
 
 
 class ParameterSet:
-    """The parameters of one reducer, kept alive by every module that holds one of them.
-
-    Refers to modules weakly, since they hold the reducer, which holds this object. When the replicated module is gone,
-    its remaining parts are synchronised as before.
-    """
+    """The parameters of one reducer. Refers to the module weakly, since that holds the reducer, which holds this."""
 
     def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter], undo: ExitStack) -> None:
         """``delayed``: parameters whose gradients leave last; ``undo`` removes what this and :meth:`attach` do to the
         module and its parameters."""
-        owners = [owner for _, owner in selection.owners()]
-        restore_later([selection.module, *owners], [parameter for _, parameter in contents.parameters], undo)
+        restore_later(selection.module, [parameter for _, parameter in contents.parameters], undo)
         self._selection = selection
         self._delayed = {id(parameter) for parameter in delayed}
         self._owner: ref[Owner] | None = None
@@ -441,8 +436,7 @@ class ParameterSet:
         managed = _managed(contents)
         self._use(_Agreed.on(managed, [each.index for each in managed if each.parameter.requires_grad]))
         self._next: _Agreed | None = None  # agreed on, but not in use yet
-        self._structure = _Structure()
-        self._note_structure()
+        self._structure = _Structure.of(selection)
 
     def _use(self, agreed: _Agreed) -> None:
         self._agreed = self._complete = agreed  # the same, but for stand-ins
@@ -465,22 +459,10 @@ class ParameterSet:
         """The indices of the parameters that were trained on any rank when the ranks agreed on them."""
         return self._agreed.trained
 
-    def _note_structure(self) -> None:
-        if self.is_dropped:
-            return
-        owners = [owner for _, owner in self._selection.owners()]
-        # The snapshot refers to parts of the module, and these keep the reducer, so the module keeps the snapshot.
-        slots = SlotSnapshot(owners)
-        attach_to_module(self._selection.module, slots, instead_of=self._structure.slots())
-        self._structure = _Structure(list(map(ref, owners)), _last_slot(owners), ref(slots))
-
     def attach(self, owner: Owner) -> None:
-        """Let a reducer synchronise all parameters; every module that holds one keeps the reducer from now on."""
+        """Let a reducer synchronise all parameters; the module keeps it alive from now on."""
         self._owner = ref(owner)
         claim(self._agreed.tensors, owner)
-        for link in self._structure.owners:
-            if (module := link()) is not None:
-                attach_to_module(module, owner)
         attach_to_module(self._selection.module, owner)
 
     @property
@@ -497,21 +479,15 @@ class ParameterSet:
         return [each.index for each in self.parameters if id(each.parameter) in self._delayed]
 
     @property
-    def is_dropped(self) -> bool:
-        """True if the module itself is gone, and only parts of it may be left."""
-        return not self._selection.alive
-
-    @property
     def current(self) -> list[ManagedParameter]:
         """The parameters from the next round on."""
         return (self._next or self._agreed).parameters
 
     @property
     def present(self) -> list[ManagedParameter]:
-        """The parameters that the module still has; all of them if the module itself is gone."""
-        if self.is_dropped:
-            return self.parameters
-        there = {id(parameter) for parameter in self._selection.module.parameters()}
+        """The parameters that the module still has."""
+        module = self._selection.module_or_none()
+        there = set() if module is None else {id(parameter) for parameter in module.parameters()}
         return [each for each in self.parameters if id(each.parameter) in there]
 
     @property
@@ -521,9 +497,8 @@ class ParameterSet:
 
     def has(self, parameter: Parameter) -> bool:
         """Return True if the module has the parameter on this rank, agreed on or not."""
-        if self.is_dropped:
-            return id(parameter) in self._agreed.by_id
-        return any(tensor is parameter for _, tensor in self._selection.named_tensors())
+        module = self._selection.module_or_none()
+        return module is not None and any(tensor is parameter for _, tensor in self._selection.named_tensors())
 
     def tracks(self, parameter: Parameter) -> bool:
         """Return True if the parameter is one of :attr:`tracked`."""
@@ -540,10 +515,6 @@ class ParameterSet:
     def named(self) -> list[tuple[str, Parameter]]:
         """Return the tracked parameters with their names."""
         return [(each.name, each.parameter) for each in (*self.added, *self.parameters)]
-
-    def name_of(self, parameter: Parameter) -> str:
-        """Return the name of a tracked parameter."""
-        return next(name for name, each in self.named() if each is parameter)
 
     def are_within(self, reach: ReachableLeaves, expected: bool, own: bool) -> bool:
         """Return True if a pass with this reach accumulates into a trained parameter.
@@ -588,13 +559,11 @@ class ParameterSet:
         return True
 
     def look_for_changes(self) -> bool:
-        """Look for parameters added or removed on this rank; return True if there are any."""
+        """Look for parameters added or removed on this rank; return True if there are any, or the module is gone."""
         held = self._selection.module_or_none()  # another thread may drop the module meanwhile
         if held is None:
-            self.added = self._orphans()
-            return False
-        slots = self._structure.slots()
-        changed = slots is None or slots.changed() or bool(self._retyped)
+            return True
+        changed = self._structure.slots.changed() or bool(self._retyped)
         if changed or self.added:
             self.added = self._find_added() if changed else ()
         return changed
@@ -605,20 +574,15 @@ class ParameterSet:
             contents = self._selection.contents(owner)
             new = [each for each in _managed(contents) if id(each.parameter) not in self._agreed.by_id]
         except Exception:  # reported to all ranks when they compare
-            new = self._unknown([self._selection.module])
+            new = self._unknown(self._selection.module)
         claim([each.parameter for each in new if owner_of(each.parameter) is not owner], owner)
         return new
 
-    def _orphans(self) -> list[ManagedParameter]:
-        """Return parameters that were put into parts of the module after the module itself was gone."""
-        return self._unknown([part for link in self._structure.owners if (part := link()) is not None])
-
-    def _unknown(self, parts: Sequence[Module]) -> list[ManagedParameter]:
-        """Return parameters that no reducer synchronises, by the shortest of their names."""
+    def _unknown(self, module: Module) -> list[ManagedParameter]:
+        """Return parameters that no reducer synchronises."""
         found = {
             id(tensor): (f"{name}.{key}" if name else key, tensor)
-            for part in parts
-            for name, owner in part.named_modules()
+            for name, owner in module.named_modules()
             for key, tensor in owner._parameters.items()
             if _can_be_managed(tensor) and id(tensor) not in self._agreed.by_id
         }
@@ -631,9 +595,6 @@ class ParameterSet:
 
         Raises on every rank if ranks differ. Communicates what :func:`check_same_on_all_ranks` does.
         """
-        if self.is_dropped:
-            gone = "the replicated module has been dropped, and only parts of it are left"
-            check_same_on_all_ranks([], collectives, error=gone)
         steps, lines, managed = RunAll(), list[Line](), list[ManagedParameter]()
         known = {id(each.parameter): each.name for each in self.current}
         with steps:
@@ -674,8 +635,8 @@ class ParameterSet:
 
     def take_over(self) -> bool:
         """Use the parameters agreed on last; return True if they have changed."""
+        self._structure = _Structure.of(self._selection)
         if self._next is None:
-            self._note_structure()
             return False
         owner = self._owner_now
         for old in self._agreed.tensors:
@@ -684,7 +645,6 @@ class ParameterSet:
         self._use(self._next)
         self._next = None
         self.added = ()
-        self._note_structure()
         self.attach(owner)
         return True
 

@@ -23,7 +23,7 @@ file:
 If backward fails, the round is aborted instead: this rank sends the messages that the other ranks wait for, and a
 report that says so.
 
-Lifetimes: every module that holds a parameter keeps the reducer alive (``managed_parameters.py``). Gradients live in
+Lifetimes: the replicated module keeps the reducer alive (``managed_parameters.py``). Gradients live in
 buckets (``buckets.py``). The gradients and weights that a rank has accumulated since the last round are its
 *contribution* (``rank_state.py``), which ends with the round that reduces it.
 """
@@ -75,7 +75,6 @@ from lockstep.distributed.reduction.status import ForwardMark, Part
 from lockstep.errors import (
     AgreementError,
     CommunicationError,
-    NotReplicableError,
     OptionError,
     PeerError,
     ShareError,
@@ -339,8 +338,6 @@ class Reducer:
         for position in watched.came:
             if position < len(used):
                 used[position] = 1
-            elif self._members.is_dropped:
-                raise _no_longer_whole(self._members.name_of(watched.snapshot.parameters[position]))
 
     # -------------------------------------------------------------------------------- finalize
 
@@ -637,11 +634,4 @@ def _warn_of_graph() -> None:
         "torch.autograd.grad(loss, parameters, create_graph=True), and their mean by "
         "lockstep.loop.mean_over_ranks(), which stays differentiable",
         stacklevel=2,
-    )
-
-
-def _no_longer_whole(name: str) -> NotReplicableError:
-    return NotReplicableError(
-        f"parameter {name} got a gradient, which nothing synchronises: it was put into a part of a replicated module "
-        "after the module itself had been dropped. Keep the whole module while its parts change, or replicate the part"
     )
