@@ -103,7 +103,7 @@ PUBLIC = {
             .require_backward_grad_sync
             .set_requires_gradient_sync(requires_gradient_sync)
             .train(mode=True)
-        class GradBucket(bucket, buffer, last)
+        class GradBucket(bucket, buffer, last, index)
             .buffer()
             .gradients()
             .index()

@@ -65,8 +65,8 @@ def test_training_goes_on_bit_for_bit_with_the_plan_it_had(cap):
     def call(rank):
         wanted, got, state = gone_on(rank, lambda model: None, bucket_cap_mb=cap)
         assert equal(wanted, got)
-        assert state.keys() == {"round", "plan", "hooks"}
-        assert (state["round"], state["hooks"]) == (4, [])
+        assert state.keys() == {"round", "plan", "hook"}
+        assert (state["round"], state["hook"]) == (4, None)
         return json.loads(state["plan"])
 
     one, other = run_ranks(2, call)
@@ -78,7 +78,7 @@ def test_a_restored_plan_is_not_made_anew():
     def call(rank):
         model = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=1e-4)
         plan = json.dumps([["shared", [name]] for name in ("0.weight", "2.weight", "0.bias", "2.bias")])
-        lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hooks": []})
+        lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
         with count_collectives(rank) as sent:
             train(rank, model, 1)
         state = lockstep.distributed.training_state_dict(model)
@@ -94,7 +94,7 @@ def test_a_plan_that_other_ranks_do_not_have_is_refused_on_every_rank():
         model = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=1e-4)
         names = ["0.weight", "2.weight", "0.bias", "2.bias"]
         plan = json.dumps([["shared", [name]] for name in (names if rank.rank else names[::-1])])
-        lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hooks": []})
+        lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
         for _ in range(2):  # again and again
             with pytest.raises(lockstep.errors.AgreementError, match="ranks differ in plan"):
                 train(rank, model, 1)
@@ -131,7 +131,7 @@ def test_power_sgd_goes_on_bit_for_bit():
 
         wanted, got, state = gone_on(rank, register, bucket_cap_mb=1e-5)
         assert equal(wanted, got)
-        (kept,) = state["hooks"]
+        kept = state["hook"]["state"]
         assert kept["iter"] == 4
         assert kept["error_dict"]
         assert "process_group" not in kept
@@ -170,23 +170,27 @@ def counting_slots(state, bucket):
     return bucket.buffer() * state.count
 
 
-def test_states_of_every_kind_are_kept():
-    def call(rank):
-        def register(model):
-            slots = Slots()
-            slots.count, slots.group = 0, rank.group
-            for state, hook in [
-                (Noise(), noisy),
-                ({}, counting),
-                (slots, counting_slots),
-                (None, lambda state, bucket: bucket.buffer()),
-                (rank.group, default_hooks.allreduce_hook),
-            ]:
-                model.register_comm_hook(state, hook)
+def slots_of(group):
+    slots = Slots()
+    slots.count, slots.group = 0, group
+    return slots
 
-        wanted, got, state = gone_on(rank, register, steps=2)
+
+STATES = {
+    "with state_dict": (lambda group: Noise(), noisy, None),
+    "a dictionary": (lambda group: {}, counting, {"steps": 2}),
+    "with slots": (slots_of, counting_slots, {"count": 2}),
+    "none": (lambda group: None, lambda state, bucket: bucket.buffer(), None),
+    "a group": (lambda group: group, default_hooks.allreduce_hook, None),
+}
+
+
+@pytest.mark.parametrize(("make", "hook", "kept"), STATES.values(), ids=STATES)
+def test_states_of_every_kind_are_kept(make, hook, kept):
+    def call(rank):
+        wanted, got, state = gone_on(rank, lambda model: model.register_comm_hook(make(rank.group), hook), steps=2)
         assert equal(wanted, got)
-        assert state["hooks"][1:] == [{"steps": 2}, {"count": 2}, None, None]
+        assert hook is noisy or state["hook"] == {"state": kept}
 
     run_ranks(2, call)
 
@@ -207,15 +211,15 @@ def test_other_modules_and_other_hooks_are_refused():
 
     hooked = alone()
     hooked.register_comm_hook({}, counting)
-    with pytest.raises(NotReplicableError, match=r"of 0 communication hook\(s\), 1 are registered"):
+    with pytest.raises(NotReplicableError, match="with no communication hook, and one is registered"):
         lockstep.distributed.load_training_state_dict(hooked, state)
     state = lockstep.distributed.training_state_dict(hooked)
-    with pytest.raises(NotReplicableError, match=r"of 1 communication hook\(s\), 0 are registered"):
+    with pytest.raises(NotReplicableError, match="with a communication hook, and none is registered"):
         lockstep.distributed.load_training_state_dict(alone(), state)
     stateless = alone()
     stateless.register_comm_hook(None, counting)
     with pytest.raises(HookError, match="but the hook was registered without one"):
-        lockstep.distributed.load_training_state_dict(stateless, {**state, "hooks": [{"steps": 1}]})
+        lockstep.distributed.load_training_state_dict(stateless, {**state, "hook": {"state": {"steps": 1}}})
 
 
 def test_what_is_not_replicated_has_no_state():

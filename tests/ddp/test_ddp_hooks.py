@@ -65,8 +65,7 @@ def refuse(rank, implementation):
     for hook in (1, {}, wrong_bucket, wrong_return):
         results[str(hook).split(" at ")[0]] = failure(lambda hook=hook: ddp.register_comm_hook(None, hook))
     ddp.register_comm_hook(state=None, hook=annotated)
-    if implementation == "torch":  # ours has chains of them
-        results["twice"] = failure(lambda: ddp.register_comm_hook(None, annotated))
+    results["twice"] = failure(lambda: ddp.register_comm_hook(None, annotated))
     ddp(rank_input(rank)).sum().backward()
     undisturbed = scalars(ddp)
     for hook in (returns_a_number, raises, fails_later):
@@ -89,8 +88,6 @@ def test_what_is_refused(implementation):
             "raises": (KeyError, "in the hook"),
             "fails_later": (RuntimeError, ""),
         }
-        if implementation == "lockstep":
-            del wanted["twice"]
         assert results.keys() == wanted.keys()
         for name, (kind, message) in wanted.items():
             assert kind.__name__ in results[name][0], (name, results[name])

@@ -1315,6 +1315,8 @@ def draw(seed: int, length: int, worlds: tuple[int, ...] = (2, 3), device: str =
         buffers=chance.choice(["rank0"] * 4 + ["mean", "local"]),
         mixed=chance.random() < 0.1,
     )
+    if setting.mixed:  # its reduction is the module's communication hook
+        setting = setting._replace(comm_hook=False)
     if setting.modules == 2 and setting.backend == "gloo" and not device and chance.random() < 0.4:
         setting = setting._replace(own_groups=True)
     if not (setting.mixed or setting.comm_hook) and random.Random(f"half {seed}").random() < 0.15:

@@ -1,13 +1,11 @@
-"""Communication hooks: the bucket passed to them, chains of several hooks, and their state in checkpoints.
+"""Communication hooks: the bucket passed to one, which one a module has, and its state in checkpoints.
 
 A hook is called with its state and a bucket, as in PyTorch, when the bucket is ready. Its return value decides:
 
 - a future (``torch.futures.Future``): the hook communicates and divides by the world size itself; the future's value is
   the reduced buffer. All hooks that come with PyTorch are of this kind and run unchanged.
-- a tensor: the hook has transformed the buffer (a cast, a clip, noise). The buffer is averaged after the last hook, in
-  the tensor's dtype, and the result is cast back.
-
-Several hooks form a chain: each gets the buffer that the previous one has left.
+- a tensor: the hook has transformed the buffer (a cast, a clip, noise). The buffer is averaged in the tensor's dtype,
+  and the result is cast back.
 """
 
 import inspect
@@ -45,7 +43,8 @@ class GradBucket:
     Gradients are this rank's sums, not yet divided.
     """
 
-    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool) -> None:
+    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool, index: int) -> None:
+        self._index = index
         self._bucket = bucket
         self._buffer = buffer
         self._last = last
@@ -56,7 +55,7 @@ class GradBucket:
         If buckets are planned again, as after unfreezing, a bucket with other gradients than the earlier one of its
         number gets a new number, so that hooks do not apply to it the state they keep for another bucket.
         """
-        return self._bucket.index
+        return self._index
 
     def buffer(self) -> Tensor:
         """Return the gradients as one flat tensor; a sparse one if the bucket holds a sparse gradient."""
@@ -85,18 +84,6 @@ class GradBucket:
         self._buffer = buffer
 
 
-class _Numbered(GradBucket):
-    """A bucket whose number differs from its place, since another bucket has had that number."""
-
-    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool, number: int) -> None:
-        super().__init__(bucket, buffer, last)
-        self._number = number
-
-    def index(self) -> int:
-        """See :meth:`GradBucket.index`."""
-        return self._number
-
-
 class Hook(NamedTuple):
     """A registered hook with its state."""
 
@@ -104,47 +91,38 @@ class Hook(NamedTuple):
     call: Callable[[Any, Any], Any]
 
 
-class HookChain:
-    """The hooks of one module."""
+class HookInUse:
+    """The hook of one module, if it has one."""
 
     def __init__(self) -> None:
-        self.hooks: list[Hook] = []
-        """The hooks in use, the same on all ranks."""
-        self.are_agreed = False
-        """True if the ranks have compared them."""
-        self._offered: list[Hook] = []  # registered since, but not in use yet
-        self._waits: bool | None = None  # True if a hook before the last communicates; None: not known yet
-        self._numbered: dict[int, _References] = {}  # by number, the parameters of the bucket that hooks have seen
+        self.hook: Hook | None = None
+        """The hook in use, the same on all ranks."""
+        self.is_agreed = False
+        """True if the ranks have compared it."""
+        self._offered: Hook | None = None  # registered since, but not in use yet
+        self._numbered: dict[int, _References] = {}  # by number, the parameters of the bucket that the hook has seen
 
-    @property
-    def may_wait(self) -> bool:
-        """True if :meth:`send` may wait for other ranks: for the result of a hook that the next one needs."""
-        return len(self.hooks) > 1 and self._waits is not False
-
-    def register(self, state: Any, hook: Callable[[Any, Any], Any]) -> bool:
-        """Add a hook at the end of the chain; return True if it is in use immediately, as before the first round.
-
-        A hook added later comes into use with the next agreement. Raises :class:`HookError` if it is not a valid hook.
-        """
-        check_hook(hook)
-        (self._offered if self.are_agreed else self.hooks).append(Hook(state, hook))
-        self._waits = None
-        return not self.are_agreed
+    def register(self, hook: Hook) -> bool:
+        """Return True if the hook is in use immediately, as before the first round; otherwise it comes into use with
+        the next agreement."""
+        if self.is_agreed:
+            self._offered = hook
+        else:
+            self.hook = hook
+        return not self.is_agreed
 
     @property
     def has_changed(self) -> bool:
-        """True if this rank has hooks that the ranks have not agreed on yet."""
-        return bool(self._offered)
+        """True if this rank has a hook that the ranks have not agreed on yet."""
+        return self._offered is not None
 
     def agree(self, collectives: Collectives) -> None:
         """Compare the hooks of all ranks, which must call collectives alike."""
-        chain = [*self.hooks, *self._offered]
-        lines = [Line("number of communication hooks", str(len(chain)))]
-        lines += [Line(f"communication hook {number}", name_of(hook.call)) for number, hook in enumerate(chain)]
-        check_same_on_all_ranks(lines, collectives)
-        self.hooks.extend(self._offered)
-        self._offered.clear()
-        self.are_agreed = True
+        hook = self._offered or self.hook
+        name = "none" if hook is None else name_of(hook.call)
+        check_same_on_all_ranks([Line("communication hook", name)], collectives)
+        self.hook, self._offered = hook, None
+        self.is_agreed = True
 
     def _number(self, bucket: GradientBucket) -> int:
         parameters = [member.parameter for member in bucket.members]
@@ -167,36 +145,26 @@ class HookChain:
         divisor: float,
         planned: bool,
     ) -> Waitable:
-        """Call the hooks for a bucket; the bucket has the result once the returned object has been waited for.
+        """Call the hook for a bucket; the bucket has the result once the returned object has been waited for.
 
         ``planned``: these are not the buckets of a first backward, which have their places as numbers, as in PyTorch:
-        hooks must not keep state for them.
+        a hook must not keep state for them.
         """
+        hook = self.hook
+        assert hook is not None
         index = self._number(bucket) if planned or self._numbered else bucket.index
-        seen = _Numbered(bucket, buffer, last, index)
-        averaged = False
-        for number, hook in enumerate(self.hooks):
-            outcome = hook.call(hook.state, seen)
-            if isinstance(outcome, Tensor):
-                seen.set_buffer(outcome)
-                continue
-            if not isinstance(outcome, Future | torch._C.Future):
-                raise HookError(
-                    f"Communication hook {name_of(hook.call)}: callback must return a torch.futures.Future object, but "
-                    f"got {type(outcome).__name__}; return a Future of the reduced buffer, or the transformed buffer "
-                    "as a Tensor"
-                )
-            averaged = True
-            if number == len(self.hooks) - 1:
-                self._waits = bool(self._waits)
-                return _Reduction(bucket, partial(_result_of, outcome, hook), outcome.done)
-            self._waits = True
-            seen.set_buffer(_result_of(outcome, hook))
-        self._waits = bool(self._waits)
-        if averaged:
-            return _Reduction(bucket, seen.buffer, lambda: True)
-        outgoing = seen.buffer().clone() if seen.buffer() is not buffer else buffer
-        outgoing = outgoing.div_(divisor)
+        seen = GradBucket(bucket, buffer, last, index)
+        outcome = hook.call(hook.state, seen)
+        if isinstance(outcome, Future | torch._C.Future):
+            return _Reduction(bucket, partial(_result_of, outcome, hook), outcome.done)
+        if not isinstance(outcome, Tensor):
+            raise HookError(
+                f"Communication hook {name_of(hook.call)}: callback must return a torch.futures.Future object, but "
+                f"got {type(outcome).__name__}; return a Future of the reduced buffer, or the transformed buffer "
+                "as a Tensor"
+            )
+        seen.set_buffer(outcome)
+        outgoing = (outcome if outcome is buffer else outcome.clone()).div_(divisor)
         pending = collectives.all_reduce(outgoing, f"bucket {bucket.index}")
 
         def average() -> Tensor:
@@ -221,7 +189,7 @@ def _are_to(references: _References, parameters: Sequence[Parameter]) -> bool:
 
 
 class _Reduction(NamedTuple):
-    """A bucket whose hooks have been called."""
+    """A bucket whose hook has been called."""
 
     bucket: GradientBucket
     result: Callable[[], Tensor]

@@ -1,4 +1,4 @@
-"""The state that all ranks have alike: parameters, hooks, buffers, the plan, its buckets, and where reports travel.
+"""The state that all ranks have alike: parameters, hook, buffers, the plan, its buckets, and where reports travel.
 
 Whatever changes here changes on every rank in the same round: because all have the same report, or because they have
 compared what they have.
@@ -15,7 +15,7 @@ from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.buffer_sync import BufferSync
-from lockstep.distributed.reduction.comm_hooks import HookChain
+from lockstep.distributed.reduction.comm_hooks import Hook, HookInUse
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.parameters import ParameterSet
@@ -46,7 +46,7 @@ class CommonState:
         self.modules = modules
         self.buffers = buffers
         self.decisions = decisions_of(collectives.group)
-        self.hooks = HookChain()
+        self.hook = HookInUse()
         self.members = members
         self.rounds = 0
         """The number of the last round of which anything was sent."""
@@ -60,7 +60,7 @@ class CommonState:
         self._before_next_round: list[Callable[[], object]] = []
         self.is_settled = False
         """True if every parameter has a bucket, in a plan that has been made anew after the first round, there are no
-        communication hooks, and nothing has to be agreed on."""
+        communication hook, and nothing has to be agreed on."""
         self.plan_changes: Counter[str] = Counter()
         """Why buckets were made anew, and how often."""
         self._plan_anew()
@@ -76,13 +76,13 @@ class CommonState:
         return not self.plan.observes
 
     def _settle(self) -> None:
-        has_hooks = bool(self.hooks.hooks) or self.hooks.has_changed
-        self.is_settled = self.plan.is_whole and self.is_planned and self.is_ready and not has_hooks
+        has_hook = self.hook.hook is not None or self.hook.has_changed
+        self.is_settled = self.plan.is_whole and self.is_planned and self.is_ready and not has_hook
 
     @property
     def is_ready(self) -> bool:
         """True if nothing has to be agreed on before a bucket may leave."""
-        return self.hooks.are_agreed and not self._before_next_round
+        return self.hook.is_agreed and not self._before_next_round
 
     # ----------------------------------------------------------------------- building what is planned
 
@@ -94,7 +94,7 @@ class CommonState:
         self._make_buckets()
 
     def _make_buckets(self) -> None:
-        planned, hooked = self.plan.current.buckets, bool(self.hooks.hooks)
+        planned, hooked = self.plan.current.buckets, self.hook.hook is not None
         # Hooks would change the report: test_hooks_run_once_for_each_bucket_and_the_report_goes_alone. So would
         # rounding: test_small_buffers_and_the_report_stay_exact.
         shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked
@@ -138,12 +138,12 @@ class CommonState:
             self._make_buckets()
             self.do_before_next_round(lambda: check_same_on_all_ranks([Line("plan", plan)], self.collectives))
 
-    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Add a communication hook; the report travels on its own from now on.
+    def register_hook(self, hook: Hook) -> None:
+        """Use a communication hook; the report travels on its own from now on.
 
         After the first round, it takes part when all ranks have it: that is agreed on at the end of the next one.
         """
-        if self.hooks.register(state, hook):
+        if self.hook.register(hook):
             self._make_buckets()
         self._settle()
 
@@ -170,8 +170,8 @@ class CommonState:
         while self._before_next_round:
             self._before_next_round[0]()
             del self._before_next_round[0]
-        if not self.hooks.are_agreed:
-            self.hooks.agree(self.collectives)
+        if not self.hook.is_agreed:
+            self.hook.agree(self.collectives)
         self._settle()
 
     def look_for_retyped(self) -> bool:
@@ -183,12 +183,12 @@ class CommonState:
         return found
 
     def differs(self) -> bool:
-        """Return True if this rank has other hooks or buffers than were agreed on."""
-        return self.hooks.has_changed or self.buffers.changed()
+        """Return True if this rank has another hook or other buffers than were agreed on."""
+        return self.hook.has_changed or self.buffers.changed()
 
     def agree_anew(self) -> list[ManagedParameter]:
-        """Agree with all ranks on hooks and parameters; returns the new ones that any rank has a gradient of."""
-        self.hooks.agree(self.collectives)
+        """Agree with all ranks on the hook and parameters; returns the new ones that any rank has a gradient of."""
+        self.hook.agree(self.collectives)
         self._settle()
         proposal = self.members.compare(self.collectives)
         if self._compares_values:
@@ -197,7 +197,7 @@ class CommonState:
         return proposal.with_gradient
 
     def renew(self) -> bool:
-        """Go on with the parameters, hooks and buffers that all ranks have now; return True if the parameters are
+        """Go on with the parameters, hook and buffers that all ranks have now; return True if the parameters are
         others than before."""
         is_new = self.members.take_over()
         if is_new:

@@ -2,7 +2,7 @@
 
 Most of the time a rank contributes the gradients of its backward passes since the last round (:class:`Contribution`).
 There are other cases: it has run out of batches, and contributes nothing; it leaves out its batch, and then all ranks
-do; its backward passes do not synchronise; or its parameters, buffers or hooks differ from those that the ranks have
+do; its backward passes do not synchronise; or its parameters, buffers or hook differ from those that the ranks have
 agreed on, which it reports.
 
 A rank that has run out of data runs its last batch again, so that its program stays in step (:class:`PaddingBatch`).
@@ -362,7 +362,7 @@ class RankState:
         self.padding_batch: PaddingBatch | None = None
         """The batch that counts nothing, if the loop is at one."""
         self.differs = False
-        """True if it has other parameters, buffers or hooks than the ranks have agreed on."""
+        """True if it has other parameters, buffers or another hook than the ranks have agreed on."""
         self.used_at_last = b""
         """A one for each parameter that had a gradient in the last round that ended well."""
         self.is_static = True
@@ -409,7 +409,7 @@ class RankState:
         """Note that a round opens.
 
         ``expected``: its pass was to go through the module, which has been looked at; ``differs``: this rank has other
-        hooks or buffers than the ranks have agreed on.
+        hook or buffers than the ranks have agreed on.
         """
         if not expected:
             self.look_for_changes()

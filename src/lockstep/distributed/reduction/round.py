@@ -4,7 +4,7 @@ It is made when a backward pass that synchronises reaches the module, and droppe
 records which gradients have come, and which buckets have been sent or have arrived; :class:`RoundState` has its states.
 When backward fails, the round is aborted: this rank sends the buckets that the others wait for, without gradients, and
 a report that says so. An aborted round is kept until its messages have arrived. The program does not wait for that,
-unless communication hooks have to run in order.
+unless calls of the communication hook have to wait for each other.
 """
 
 import logging
@@ -79,7 +79,7 @@ class Round:
         self._pending: list[Waitable] = []
         self._means: list[MeanInHalf] = []  # of buckets that travel in half precision
         self._begun: float | None = None  # when the first collective has begun
-        scale = 1.0 if common.hooks.hooks else 1.0 / self._divide_factor
+        scale = 1.0 if common.hook.hook else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
             bucket.open(scale)
         self._kept = [] if before.is_empty else self._find_kept(before)
@@ -146,7 +146,7 @@ class Round:
         # Ranks that use different parameters reach a mean inside of the pass at different times.
         if not self._common.is_ready or has_means() or not self._common.modules.exclusive:
             return False
-        return not self._common.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
+        return not self._common.hook.hook or self._may_call_hook(bucket.members[0].spec.device)
 
     def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, blocking: bool = False) -> None:
         """Send a bucket.
@@ -161,8 +161,8 @@ class Round:
             if bucket is self.buckets.report_bucket:
                 self._write_behind(copied.row)
         what = self.buckets.labels[bucket.index]
-        if common.hooks.hooks:
-            self._send_through_hooks(bucket, copied.flat, what)
+        if common.hook.hook:
+            self._send_through_hook(bucket, copied.flat, what)
         elif bucket.half is None:
             self._all_reduce(copied.flat, what, copied.factor, blocking)
         else:
@@ -210,8 +210,8 @@ class Round:
         for bucket in self.buckets.in_order[self.next_bucket :]:
             is_last = bucket is self.buckets.report_bucket and not has_large and row is None
             self._launch_bucket(bucket, used, blocking=is_last)
-        if common.hooks.hooks:
-            self._order_hooks(common.device)
+        if common.hook.hook:
+            self._order_hook_calls(common.device)
         if has_large:
             common.buffers.send_large()
         if row is not None:
@@ -372,15 +372,15 @@ class Round:
     def abort(self) -> None:
         """Send what the other ranks wait for, in the order of :meth:`launch_rest`, without gradients.
 
-        Communication hooks run on buckets of zeros, because the hooks of the other ranks wait for their messages.
+        A communication hook runs on buckets of zeros, because those of the other ranks wait for its messages.
         """
         assert self.phase < RoundState.REDUCED
         self.phase = RoundState.ABORTED
         common = self._common
         for bucket in self.buckets.in_order[self.next_bucket :]:
             zeros = self._allocate_or_wait(bucket.zeros)
-            if common.hooks.hooks:
-                self._send_zeros_through_hooks(bucket, zeros)
+            if common.hook.hook:
+                self._send_zeros_through_hook(bucket, zeros)
                 continue
             if bucket is self.buckets.report_bucket:
                 row = zeros[bucket.planned.layout.numel :]
@@ -391,7 +391,7 @@ class Round:
                 self._all_reduce(zeros, "aborted bucket")
             else:
                 self._begin_mean(bucket.half, zeros, "aborted bucket")
-        if common.hooks.hooks and not common.collectives.follows_stream(common.device):
+        if common.hook.hook and not common.collectives.follows_stream(common.device):
             self._wait_aborted()
         common.buffers.send_large(failed=True)
         if common.transport.own_row is not None:
@@ -409,44 +409,40 @@ class Round:
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
 
-    def _send_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
-        """Let communication hooks reduce a bucket, whose gradients are in ``flat``."""
-        self._order_hooks(flat.device)
+    def _send_through_hook(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
+        """Let the communication hook reduce a bucket, whose gradients are in ``flat``."""
+        self._order_hook_calls(flat.device)
         collectives, begun = self._common.collectives, self._common.collectives.begun()
         try:
             with collectives.phases.phase("hook", f"{what}, round {self.number}"):
-                self._pending.append(self._call_hooks(bucket, flat))
+                self._pending.append(self._call_hook(bucket, flat))
         except BaseException as error:
             if begun is None or collectives.begun() != begun:
                 gist = shortened(f"{type(error).__name__}: {error}", LONGEST_HEADLINE)
                 collectives.lose(f"a communication hook raised {gist}, after it had begun to communicate")
             raise
 
-    def _call_hooks(self, bucket: GradientBucket, flat: Tensor) -> Waitable:
+    def _call_hook(self, bucket: GradientBucket, flat: Tensor) -> Waitable:
         is_last = bucket.index == len(self.buckets.in_order) - 1
         common = self._common
-        return common.hooks.send(
-            bucket, flat, is_last, self._common.collectives, self._divide_factor, common.is_planned
-        )
+        return common.hook.send(bucket, flat, is_last, common.collectives, self._divide_factor, common.is_planned)
 
-    def _order_hooks(self, device: torch.device) -> None:
-        """Wait for the hooks that have been called, unless a stream orders them: a collective that a hook begins in a
-        callback must not overtake one of the next hook."""
+    def _order_hook_calls(self, device: torch.device) -> None:
+        """Wait for the calls of the hook so far, unless a stream orders them: a collective that a hook begins in a
+        callback must not overtake one of the next call."""
         if not self._common.collectives.follows_stream(device):
             while self._pending:
                 self._pending.pop(0).wait()
 
-    def _may_call_hooks(self, device: torch.device) -> bool:
-        """Return True if hooks can be called while backward runs, because no call waits for other ranks."""
-        if self._common.collectives.follows_stream(device):
-            return True
-        return not self._common.hooks.may_wait and all(pending.done() for pending in self._pending)
+    def _may_call_hook(self, device: torch.device) -> bool:
+        """Return True if the hook can be called while backward runs, because no earlier call has to be waited for."""
+        return self._common.collectives.follows_stream(device) or all(pending.done() for pending in self._pending)
 
-    def _send_zeros_through_hooks(self, bucket: GradientBucket, zeros: Tensor) -> None:
-        """Let communication hooks send what the other ranks' hooks wait for, of a bucket without gradients."""
-        if not self._common.collectives.follows_stream(zeros.device):  # see order_hooks
+    def _send_zeros_through_hook(self, bucket: GradientBucket, zeros: Tensor) -> None:
+        """Let the communication hook send what the other ranks' hooks wait for, of a bucket without gradients."""
+        if not self._common.collectives.follows_stream(zeros.device):  # see _order_hook_calls
             self._wait_aborted()
-        self._pending.append(self._call_hooks(ZeroBucket(bucket), zeros))
+        self._pending.append(self._call_hook(ZeroBucket(bucket), zeros))
 
     def _wait_aborted(self) -> None:
         while self._pending:

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.comm.collectives import Group, control_device, global_ranks, resolve_group
 from lockstep.distributed.reduction.buffer_sync import Policy
+from lockstep.distributed.reduction.comm_hooks import name_of
 from lockstep.distributed.reduction.plan import MIB, ReductionPlan
 from lockstep.distributed.replication.ddp_compat import (
     INSTEAD,
@@ -179,7 +180,8 @@ class CompatibleNames:
 
     @property
     def _comm_hooks(self) -> list[tuple[Any, Any]]:
-        return [(hook, state) for state, hook in self._replication.hooks]
+        hook = self._replication.hook
+        return [] if hook is None else [(hook.call, hook.state)]
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -286,7 +288,6 @@ class CompatibleNames:
         reducer = replication.started_reducer
         trained = [member.spec for member in reducer.parameters if member.parameter.requires_grad]
         error = self._error or reducer.error
-        names = [getattr(hook, "__qualname__", str(hook)) for _, hook in replication.hooks]
         return {
             "world_size": reducer.collectives.world,
             "rank": reducer.collectives.rank,
@@ -307,7 +308,7 @@ class CompatibleNames:
             "total_parameter_size_bytes": sum(spec.nbytes for spec in trained),
             "bucket_sizes": ", ".join(str(bucket.layout.nbytes) for bucket in reducer.common.plan.current.buckets),
             "join_uneven_inputs": int(hasattr(self, "_authoritative_rank") or self._join_config.enable),
-            **({"comm_hook": ", ".join(names)} if names else {}),
+            **({} if replication.hook is None else {"comm_hook": name_of(replication.hook.call)}),
         }
 
 

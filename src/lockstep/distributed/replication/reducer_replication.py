@@ -15,7 +15,7 @@ from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, resolve_group, watchers
 from lockstep.distributed.reduction.buffer_sync import BufferSync
 from lockstep.distributed.reduction.buffers import BufferSet
-from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, restore_hook_state
+from lockstep.distributed.reduction.comm_hooks import Hook, check_hook, hook_state, name_of, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import watch_engine
 from lockstep.distributed.reduction.graph import mark_output
@@ -28,7 +28,7 @@ from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, re
 from lockstep.distributed.replication.options import Options, outputs_in
 from lockstep.distributed.replication.replication import Replication, replication_of
 from lockstep.dtensors import is_dtensor
-from lockstep.errors import CommunicationError, NotReplicableError, OptionError
+from lockstep.errors import CommunicationError, HookError, NotReplicableError, OptionError
 
 
 class _Numbering(NamedTuple):
@@ -56,8 +56,11 @@ class ReducerReplication(Replication):
         """The reducer; None until the replication has started."""
         self.requires_sync = True
         """True if backward passes that begin from now on synchronise."""
-        self.hooks: list[tuple[Any, Any]] = []
-        """Communication hooks, each with its state."""
+        self.hook: Hook | None = None
+        """The communication hook."""
+        dtype = None if options.mixed_precision is None else reduce_dtype(options.mixed_precision)
+        if dtype is not None and options.reduce_dtype is None:
+            self.hook = Hook(None, ReduceIn(dtype))
         self._casts: Casts | None = None
 
     # --------------------------------------------------------------------------------- getting ready
@@ -118,9 +121,10 @@ class ReducerReplication(Replication):
         undo.callback(self._forget_reducer)
         self.reducer = reducer
         if options.mixed_precision is not None:
-            self._start_casts(reducer, undo)
-        for state, hook in self.hooks:
-            common.register_hook(state, hook)
+            self._casts = Casts(self._selection.module, options.mixed_precision, self._selection.left_alone())
+            self._casts.attach(self._selection.module, undo)
+        if self.hook is not None:
+            common.register_hook(self.hook)
         if scheduler.decisions.is_padding:
             reducer.rank_state.begin_padding_batch()
         return superseded
@@ -142,14 +146,6 @@ class ReducerReplication(Replication):
 
     def _forget_reducer(self) -> None:
         self.reducer = self._casts = None
-
-    def _start_casts(self, reducer: Reducer, undo: ExitStack) -> None:
-        config = self.options.mixed_precision
-        self._casts = Casts(self._selection.module, config, self._selection.left_alone())
-        self._casts.attach(self._selection.module, undo)
-        dtype = reduce_dtype(config)
-        if dtype is not None and self.options.reduce_dtype is None:
-            reducer.common.register_hook(None, ReduceIn(dtype))
 
     def _scan(self) -> Callable[[], BufferSet]:
         """Return a function that finds the module's present buffers, without keeping the module alive."""
@@ -256,9 +252,15 @@ class ReducerReplication(Replication):
                 f"register_comm_hook(): this module's gradients travel in reduce_dtype={self.options.reduce_dtype}; a "
                 "communication hook decides itself what travels. Leave out one of the two"
             )
-        self.hooks.append((state, hook))
+        if self.hook is not None:
+            raise HookError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. This module's communication "
+                f"hook is {name_of(self.hook.call)} already. To do what two hooks do, write a function that calls the "
+                "first, gives what it returns to bucket.set_buffer(), and returns what the second returns"
+            )
+        self.hook = Hook(state, hook)
         if self.reducer is not None:
-            self.reducer.common.register_hook(state, hook)
+            self.reducer.common.register_hook(self.hook)
 
     def _check_in_charge(self, what: str) -> None:
         if self.reducer is not None and self.reducer.retired:
@@ -280,7 +282,7 @@ class ReducerReplication(Replication):
         return {
             "round": reducer.rounds,
             "plan": reducer.common.plan.current.to_json(),
-            "hooks": [hook_state(state) for state, _ in self.hooks],
+            "hook": None if self.hook is None else {"state": hook_state(self.hook.state)},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -290,13 +292,14 @@ class ReducerReplication(Replication):
             return
         self.reducer.finish_aborted()
         self.reducer.common.restore(state["round"], state["plan"])
-        if len(state["hooks"]) != len(self.hooks):
+        saved = state["hook"]
+        if (saved is None) != (self.hook is None):
+            which = "no communication hook, and one is" if saved is None else "a communication hook, and none is"
             raise NotReplicableError(
-                f"the training state is of {len(state['hooks'])} communication hook(s), {len(self.hooks)} are "
-                "registered; register the same hooks, in the same order, before loading it"
+                f"the training state is of a module with {which} registered; register the same hook before loading it"
             )
-        for saved, (hook_object, _) in zip(state["hooks"], self.hooks, strict=True):
-            restore_hook_state(hook_object, saved)
+        if self.hook is not None:
+            restore_hook_state(self.hook.state, saved["state"])
 
 
 class _OutputHook:

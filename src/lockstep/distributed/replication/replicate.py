@@ -201,13 +201,13 @@ class Replicated(_TypedModule, metaclass=_AsRegistered):
         return replication_of(self, "no_sync").no_sync()
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Let ``hook(state, bucket)`` reduce each bucket; several hooks make a chain, in the order of registration.
+        """Let ``hook(state, bucket)`` reduce each bucket. A module has one hook at most.
 
         ``bucket`` has the methods of ``torch.distributed.GradBucket``. A hook that returns a future communicates, and
         divides by the world size, itself, as PyTorch's hooks do. If a hook returns a tensor, it has only transformed
         the buffer, and lockstep averages it.
 
-        Raises :class:`HookError` for an object that cannot be a hook.
+        Raises :class:`HookError` for an object that cannot be a hook, and if the module has a hook already.
 
         Stands for: ``DistributedDataParallel.register_comm_hook``.
         """

@@ -182,7 +182,7 @@ class Replication(ABC):
 
     @abstractmethod
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Let ``hook(state, bucket)`` reduce each bucket; several hooks make a chain."""
+        """Let ``hook(state, bucket)`` reduce each bucket."""
 
     @abstractmethod
     def accumulating(self, last: bool, weight: float | None) -> AbstractContextManager[None]:
@@ -343,9 +343,9 @@ def training_state_dict(module: Module) -> dict[str, Any]:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
 
     Returns:
-            The round's number, the bucket plan as JSON, and the state of each communication hook: its ``state_dict()``
-            if it has one, else its attributes without process groups. Hook states may differ between ranks (error
-            feedback of PowerSGD), so save one for each rank. ``torch.save`` and distributed checkpoints can store it.
+            The round's number, the bucket plan as JSON, and the state of the communication hook: its ``state_dict()``
+            if it has one, else its attributes without process groups. It may differ between ranks (error feedback of
+            PowerSGD), so save one for each rank. ``torch.save`` and distributed checkpoints can store it.
 
     Communicates nothing.
 
@@ -366,11 +366,12 @@ def training_state_dict(module: Module) -> dict[str, Any]:
 def load_training_state_dict(module: Module, state_dict: dict[str, Any]) -> None:
     """Load a state returned by :func:`training_state_dict`, on every rank.
 
-    Register the same hooks in the same order before. A module that is not set up yet loads it then. Communicates
+    Register the same hook before. A module that is not set up yet loads it then. Communicates
     nothing now; a plan that is new to the module is compared among the ranks, in one small all-gather, before it is
     used.
 
-    Raises :class:`NotReplicableError` or :class:`LayoutError` if the state is of other hooks or of another module.
+    Raises :class:`NotReplicableError` if just one of the two has a hook, and :class:`LayoutError` if the state is of
+    another module.
 
     Stands for: the counterpart of :func:`training_state_dict`.
     """
