@@ -8,13 +8,11 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import lockstep
 from lockstep.checkpoints import missing, resuming
 from lockstep.checkpoints.files import FileSystem, OpenFile
-from lockstep.checkpoints.missing import Holdings, Transfer, move, plan_waves, what_is_here
+from lockstep.checkpoints.missing import Holdings, what_is_here
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.resuming import Resuming
 from lockstep.checkpoints.saving import Saving
@@ -24,106 +22,6 @@ from threaded import count_collectives, run_ranks
 
 def names_in(folder):
     return sorted(each.name for each in folder.iterdir())
-
-
-# ------------------------------------------------------------------------------------------ the plan
-
-
-WAVES = [
-    # what each rank has, and needs; the waves
-    ([{"a"}, set()], [set(), {"a"}], [[Transfer("a", 0, 1)]]),
-    ([{"a"}, {"a"}], [{"a"}, {"a"}], []),
-    ([{"a"}, set(), set()], [set(), {"a"}, {"a"}], [[Transfer("a", 0, 1)], [Transfer("a", 0, 2)]]),
-    ([{"a", "b"}, set()], [set(), {"a", "b"}], [[Transfer("a", 0, 1)], [Transfer("b", 0, 1)]]),
-    ([{"a"}, {"b"}], [{"b"}, {"a"}], [[Transfer("b", 1, 0), Transfer("a", 0, 1)]]),
-    ([{"a"}, {"a"}, set(), set()], [set(), set(), {"a"}, {"a"}], [[Transfer("a", 0, 2), Transfer("a", 1, 3)]]),
-]
-
-
-@pytest.mark.parametrize(("has", "needs", "waves"), WAVES)
-def test_who_sends_what_to_whom(has, needs, waves):
-    assert plan_waves(has, needs) == waves
-
-
-def test_one_reaches_many_in_few_waves():
-    waves = plan_waves([{"a"}, *[set()] * 31], [set(), *[{"a"}] * 31])
-    assert [len(wave) for wave in waves] == [1, 2, 4, 8, 16]
-
-
-def test_what_nobody_has_is_an_error():
-    with pytest.raises(ValueError, match="no rank has b"):
-        plan_waves([{"a"}, set()], [set(), {"a", "b"}])
-
-
-items = st.sets(st.sampled_from("abcd"))
-
-
-@given(st.lists(st.tuples(items, items), min_size=1, max_size=7))
-def test_every_rank_gets_what_it_needs_from_one_that_has_it_by_then(ranks):
-    there = [set(has) for has, _ in ranks]
-    needs = [need & set().union(*there) for _, need in ranks]
-    for wave in plan_waves(there, needs):
-        assert wave
-        for ends in ([each.source for each in wave], [each.target for each in wave]):
-            assert len(set(ends)) == len(ends)
-        assert all(each.item in there[each.source] and each.item not in there[each.target] for each in wave)
-        for each in wave:
-            assert each.item in needs[each.target]
-            there[each.target].add(each.item)
-    assert all(need <= has for need, has in zip(needs, there, strict=True))
-
-
-# -------------------------------------------------------------------------------------- the moving
-
-
-def moved(rank, seed, piece):
-    """Items of random sizes, between ranks that have and need some at random."""
-    numbers = random.Random(seed)
-    sizes = {name: numbers.choice([1, piece - 1, piece, piece + 1, 5 * piece + 3]) for name in "abc"}
-    content = {name: numbers.randbytes(size) for name, size in sizes.items()}
-    has = [{name for name in "abc" if numbers.random() < 0.4} for _ in range(rank.world)]
-    has[numbers.randrange(rank.world)] |= set("abc")
-    needs = [{name for name in "abc" if numbers.random() < 0.6} for _ in range(rank.world)]
-    here = {name: bytearray(content[name]) for name in has[rank.rank]}
-    longest = []
-
-    def read(item, begin, length):
-        longest.append(length)
-        return bytes(here[item][begin : begin + length])
-
-    def write(item, data):
-        here.setdefault(item, bytearray()).extend(data)
-
-    move(plan_waves(has, needs), sizes, Ranks(rank.group), "test", read, write)
-    assert max(longest, default=0) <= piece
-    return all(bytes(here[name]) == content[name] for name in needs[rank.rank])
-
-
-@pytest.mark.parametrize(("world", "hosts"), [(2, ""), (4, ""), (3, "aaa"), (4, "aabb")])
-def test_bytes_arrive_in_pieces(world, hosts, monkeypatch):
-    monkeypatch.setattr(missing, "PIECE", 64)
-    for seed in range(4):
-        assert run_ranks(world, moved, seed, 64, hosts=hosts) == [True] * world
-
-
-@pytest.mark.parametrize("end", ["read", "write"])
-def test_a_rank_that_cannot_read_or_write_is_an_error_on_every_rank(end, monkeypatch):
-    monkeypatch.setattr(missing, "PIECE", 64)
-
-    def call(rank):
-        def fail(*_):
-            raise OSError("a bad sector")
-
-        def pieces(item, begin, length):
-            return bytes(length)
-
-        read, write = (fail, len) if end == "read" else (pieces, fail)
-        with pytest.raises(CheckpointError, match=rf"test failed on rank {end == 'write':d} .*: OSError: a bad sector"):
-            waves = [[Transfer("a", 0, 1)]]
-            move(waves, {"a": 1000}, Ranks(rank.group), "test", read, lambda item, data: write(data))
-        return len(rank.gather(torch.ones(1)))
-
-    assert run_ranks(3, call) == [3] * 3
 
 
 # ----------------------------------------------------------------------------------------- hosts
@@ -285,6 +183,21 @@ def test_a_new_host_whose_disk_is_full(tmp_path, monkeypatch):
     assert names_in(tmp_path / "b") == []
 
 
+def test_a_file_that_goes_before_it_is_sent(tmp_path, monkeypatch):
+    class Deleting(FileSystem):
+        """Takes the file away from the other host when the new one begins its folder."""
+
+        def make_folder(self, path):
+            (tmp_path / "a" / "save-000002-step-00000002" / "x.pt").unlink(missing_ok=True)
+            super().make_folder(path)
+
+    monkeypatch.setattr(resuming, "FileSystem", Deleting)
+    for error in run_ranks(3, both, tmp_path, "abb", lambda folder: shutil.rmtree(folder / "b"), errors=True):
+        assert type(error) is CheckpointError
+        assert "resume() failed on rank 0 (host a): FileNotFoundError: [Errno 2]" in str(error)
+    assert names_in(tmp_path / "b") == []
+
+
 class FlippingFile(OpenFile):
     """What is written to it arrives with one bit changed."""
 
@@ -330,7 +243,7 @@ def test_hosts_say_what_others_lack_and_no_more(tmp_path):
     assert sorted(told["files"]) == ["rank-0001.pt", "x.pt"]
     holdings = Holdings.of([None, told, None], [0], lacking)
     assert (holdings.lost, holdings.shared) == ([0], ["x.pt", "rank-0001.pt"])
-    assert holdings.has == [set(), {"x.pt", "rank-0001.pt"}, set()]
+    assert holdings.sources == {"x.pt": 1, "rank-0001.pt": 1}
     assert holdings.needs([0], own=True) == [{"rank-0000.pt", "x.pt", "rank-0001.pt"}, set(), set()]
     assert holdings.needs([0], own=False) == [{"x.pt", "rank-0001.pt"}, set(), set()]
 

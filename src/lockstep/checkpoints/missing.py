@@ -1,4 +1,4 @@
-"""Finds out which parts of a checkpoint ranks lack (PURE), and sends them from ranks that have them.
+"""Finds out which files of a checkpoint ranks lack (PURE), and broadcasts each from the first rank that has it.
 
 If the checkpoint is not on a host's disk, as on a new host, the files that are the same on all ranks are written to
 that disk by the host's first rank, and form a checkpoint there. The own parts of a rank go to that rank alone.
@@ -6,19 +6,20 @@ that disk by the host's first rank, and form a checkpoint there. The own parts o
 
 import hashlib
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.checkpoints.files import FileSystem, OpenFile, make_folders
 from lockstep.checkpoints.folders import NewFolder
 from lockstep.checkpoints.layout import UNFINISHED, Manifest, StoredFile, entry_file, rank_file
 from lockstep.checkpoints.ranks import Ranks
+from lockstep.run_all import RunAll
 
 PIECE = 1 << 22
-"""Number of bytes that a rank sends, or receives, at once."""
+"""Number of bytes of a file that are sent at once."""
 
 
 def what_is_here(manifest: Manifest, absent: Sequence[bool], lacking: Sequence[bool]) -> dict[str, Any]:
@@ -41,8 +42,8 @@ class Holdings:
     """The manifest without its files."""
     files: dict[str, StoredFile]
     """Files that some rank has and another may need."""
-    has: list[set[str]]
-    """The files that each rank has; only the first rank of each host lists the host's files."""
+    sources: dict[str, int]
+    """For each of these files the first rank that has it."""
     lacking: list[bool]
     """True for each rank that cannot read all that it needs on its own host."""
     absent_first: list[int]
@@ -58,14 +59,13 @@ class Holdings:
         sent.
         """
         files: dict[str, StoredFile] = {}
-        for each in filter(None, told):
-            files |= {name: StoredFile(**file) for name, file in each["files"].items() if name not in files}
-        has = [
-            {name for name, file in (each or {"files": {}})["files"].items() if StoredFile(**file) == files[name]}
-            for each in told
-        ]
+        sources: dict[str, int] = {}
+        for rank, each in enumerate(told):
+            for name, file in (each or {"files": {}})["files"].items():
+                if name not in files:
+                    files[name], sources[name] = StoredFile(**file), rank
         header = next(filter(None, told))["manifest"]
-        return cls(Manifest(**header), files, has, list(lacking), list(absent_first))
+        return cls(Manifest(**header), files, sources, list(lacking), list(absent_first))
 
     @property
     def same_ranks(self) -> bool:
@@ -151,8 +151,8 @@ class Receiving:
         holdings, ranks = self._holdings, self._ranks
         self._writes = ranks.rank in writers
         needs = holdings.needs(writers, own=self._wants_own)
-        sizes = {name: file.bytes for name, file in holdings.files.items()}
-        move(plan_waves(holdings.has, needs), sizes, ranks, "resume()", self._read, self._write)
+        for name in sorted(set().union(*needs)):
+            ranks.together("resume()", partial(self._broadcast, name, name in needs[ranks.rank]))
         reasons = ranks.together("resume()", lambda: self._compare(needs[ranks.rank]))
         if any(reasons):
             return reasons
@@ -162,24 +162,40 @@ class Receiving:
         ranks.together("resume()", lambda: self._new.finish(self._folder))
         return reasons
 
-    def _read(self, item: str, begin: int, length: int) -> bytes:
-        if item == self._own_name and self._own:
-            return bytes(self._own[begin : begin + length])
-        if begin == 0 and item in self._written:  # it was received here before
-            self._written[item].hand_over()
-        folder = self._new.path if item in self._written else self._folder
-        with open(folder / item, "rb") as file:
-            file.seek(begin)
-            return file.read(length)
+    def _broadcast(self, name: str, needed: bool) -> None:
+        """Send a file to all ranks; write it if it is ``needed`` here.
 
-    def _write(self, item: str, data: bytes) -> None:
-        if item == self._own_name and self._wants_own:
+        Raises the error of this rank, if any, at the end: until then the others wait for its pieces.
+        """
+        source, size = self._holdings.sources[name], self._holdings.files[name].bytes
+        steps = RunAll()
+        for begin in range(0, size, PIECE):
+            data = bytes(min(PIECE, size - begin))
+            with steps:
+                if source == self._ranks.rank and not steps.problem:
+                    data = self._read(name, begin, len(data))
+            received = self._ranks.broadcast(data, source, "missing files of a checkpoint")
+            with steps:
+                if needed and not steps.problem:
+                    self._write(name, received)
+        steps.end()
+
+    def _read(self, name: str, begin: int, length: int) -> bytes:
+        with open(self._folder / name, "rb") as file:
+            file.seek(begin)
+            data = file.read(length)
+        if len(data) != length:
+            raise EOFError(f"{name} has become shorter while it was sent: {len(data)} bytes where there were {length}")
+        return data
+
+    def _write(self, name: str, data: bytes) -> None:
+        if name == self._own_name and self._wants_own:
             self._own += data
-        if not self._writes or item not in self._holdings.shared:
+        if not self._writes or name not in self._holdings.shared:
             return
-        if item not in self._written:
-            self._written[item] = self._new.create(item)
-        self._written[item].write(data)
+        if name not in self._written:
+            self._written[name] = self._new.create(name)
+        self._written[name].write(data)
 
     def _compare(self, needed: set[str]) -> str:
         for name in sorted(needed):
@@ -190,105 +206,3 @@ class Receiving:
             if digests != {file.sha256}:
                 return f"{name} has come with another SHA-256 than rank {file.rank} on {file.host} has written"
         return ""
-
-
-# ------------------------------------------------------------------------------------------ from rank to rank
-
-
-class Transfer(NamedTuple):
-    """The sending of one item from one rank to another."""
-
-    item: str
-    source: int
-    target: int
-
-
-def plan_waves(has: Sequence[Collection[str]], needs: Sequence[Collection[str]]) -> list[list[Transfer]]:
-    """PURE: plan the transfers after which every rank has what it needs, from the items of each rank, in rank order.
-
-    In one wave, a rank sends at most one item and receives at most one. It can send a received item in the next wave,
-    so that an item of one rank reaches many others in few waves. Raises ``ValueError`` for an item that no rank has.
-
-    Example:
-        >>> plan_waves([{"model"}, set(), set()], [set(), {"model"}, {"model"}])
-        [[Transfer(item='model', source=0, target=1)], [Transfer(item='model', source=0, target=2)]]
-    """
-    there = [set(own) for own in has]
-    left = [sorted(set(wanted) - own) for wanted, own in zip(needs, there, strict=True)]
-    waves: list[list[Transfer]] = []
-    while any(left):
-        wave: list[Transfer] = []
-        for target, items in enumerate(left):
-            free = set(range(len(there))) - {each.source for each in wave}
-            found = next(((item, rank) for item in items for rank in sorted(free) if item in there[rank]), None)
-            if found is not None:
-                wave.append(Transfer(*found, target))
-        if not wave:
-            raise ValueError(f"no rank has {', '.join(sorted({item for items in left for item in items}))}")
-        for each in wave:
-            there[each.target].add(each.item)
-            left[each.target].remove(each.item)
-        waves.append(wave)
-    return waves
-
-
-def move(
-    waves: Sequence[Sequence[Transfer]],
-    sizes: Mapping[str, int],
-    ranks: Ranks,
-    what: str,
-    read: Callable[[str, int, int], bytes],
-    write: Callable[[str, bytes], object],
-) -> None:
-    """Carry out the plan; every rank calls this, with the same ``waves`` and ``sizes`` in bytes.
-
-    ``read(item, begin, length)`` returns a piece of an item that this rank sends, and ``write`` gets the pieces of an
-    item that it receives, in order. Holds two pieces in memory. If either raises on some rank, raises
-    :class:`CheckpointError` on every rank at the end of the wave.
-
-    Communicates an all-to-all for each piece of the largest item of a wave, in which every rank takes part.
-    """
-    for wave in waves:
-        ranks.together(what, partial(_move_wave, wave, sizes, ranks, what, read, write))
-
-
-def _move_wave(
-    wave: Sequence[Transfer],
-    sizes: Mapping[str, int],
-    ranks: Ranks,
-    what: str,
-    read: Callable[[str, int, int], bytes],
-    write: Callable[[str, bytes], object],
-) -> None:
-    """Raise the error of this rank, if any, at the end: it takes part until then, as the others wait for its pieces."""
-    sent = next((each for each in wave if each.source == ranks.rank), None)
-    taken = next((each for each in wave if each.target == ranks.rank), None)
-    problem: Exception | None = None
-    for begin in range(0, max(sizes[each.item] for each in wave), PIECE):
-        outgoing, incoming = (0 if each is None else _left(sizes[each.item], begin) for each in (sent, taken))
-        data = bytes(outgoing)
-        if sent is not None and problem is None:
-            try:
-                data = _exactly(outgoing, read(sent.item, begin, outgoing), sent.item)
-            except Exception as error:
-                problem = error
-        received = ranks.exchange(
-            data, 0 if sent is None else sent.target, incoming, 0 if taken is None else taken.source, what
-        )
-        if taken is not None and problem is None:
-            try:
-                write(taken.item, received)
-            except Exception as error:
-                problem = error
-    if problem is not None:
-        raise problem
-
-
-def _left(size: int, begin: int) -> int:
-    return max(0, min(PIECE, size - begin))
-
-
-def _exactly(length: int, data: bytes, item: str) -> bytes:
-    if len(data) != length:
-        raise EOFError(f"{item} has become shorter while it was sent: {len(data)} bytes where there were {length}")
-    return data

@@ -79,18 +79,14 @@ class Ranks:
             return [value]
         return all_gather_object(value, what, self._collectives)
 
-    def exchange(self, data: bytes, target: int, size: int, source: int, what: str) -> bytes:
-        """Send bytes to one rank, and receive ``size`` bytes from one; every rank takes part, even if it moves none."""
+    def broadcast(self, data: bytes, source: int, what: str) -> bytes:
+        """Return the ``data`` of rank ``source``; other ranks pass as many bytes."""
         assert self._collectives is not None
-        device = self._collectives.device
-        sent, taken = [0] * self.size, [0] * self.size
-        sent[target], taken[source] = len(data), size
-        given = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        received = torch.empty(size, dtype=torch.uint8, device=device)
-        self._collectives.all_to_all(received, given.to(device), taken, sent, what).wait()
-        here = bytearray(size)
-        if size:
-            torch.frombuffer(here, dtype=torch.uint8).copy_(received)
+        here = bytearray(data)
+        values = torch.frombuffer(here, dtype=torch.uint8)
+        sent = values.to(self._collectives.device)
+        self._collectives.broadcast(sent, what, source).wait()
+        values.copy_(sent)
         return bytes(here)
 
     def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:

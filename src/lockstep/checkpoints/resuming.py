@@ -99,7 +99,7 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
         CommunicationError: A rank does not answer.
 
     Communicates at most eight small all-gathers, two more for each checkpoint that turns out to be torn when it is
-    read, and an all-to-all for each 4 MiB of missing files. Needs memory for the loaded state and for a copy of the
+    read, and a broadcast for each 4 MiB of missing files. Needs memory for the loaded state and for a copy of the
     objects' former state.
 
     Example:
