@@ -62,7 +62,7 @@ PUBLIC = {
             .end(error)
             .is_main
             .phase(name)
-            .resume(path, *, give_up_after=3, skip_poison=False, **state)
+            .resume(path, *, give_up_after=3, **state)
             .save(path, *, keep=3, step=None, wait=True, **state)
             .shard(dataset)
             .should_stop
@@ -164,7 +164,6 @@ PUBLIC = {
             .batch
             .batches_left
             .epoch
-            .leave_out(epoch, batch)
             .load_state_dict(state)
             .samples_ahead(batches)
             .state_dict()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 HISTORY = "history.jsonl"
-BEGAN, FAILED, LEFT_OUT = "began", "failed", "left out"
+BEGAN, FAILED = "began", "failed"
 
 
 @dataclass(frozen=True)
@@ -17,18 +17,16 @@ class Event:
     """A line of the history."""
 
     what: str
-    """``BEGAN``, ``FAILED`` or ``LEFT_OUT``."""
+    """``BEGAN`` or ``FAILED``."""
     start: str
     """The id of the start of the ranks."""
     time: str
     step: int | None
-    """The step from which they went on; that at which the rank failed; that which has failed each time."""
+    """The step from which they went on, or at which the rank failed."""
     ranks: int
     rank: int = 0
     """The rank that failed first."""
     why: str = ""
-    batch: tuple[int, int] | None = None
-    """The epoch and the number of the batch that is left out."""
     in_batches: bool = True
     """True if the step at which the rank failed is the number of its batch, in a loop over ``batches()``; False if it
     is the number of steps that the optimizer had made."""
@@ -37,8 +35,6 @@ class Event:
         """Return the event in one line."""
         if self.what == BEGAN:
             return f"{self.time}  {self.ranks} ranks began after step {self.step or 0}"
-        if self.what == LEFT_OUT:
-            return f"{self.time}  {self.why}"
         where = f" {'at' if self.in_batches else 'after'} step {self.step}" if self.step else ""
         return f"{self.time}  rank {self.rank} failed{where}: {self.why}"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints import history
-from lockstep.checkpoints.crash_loops import Batch, CrashLoops
+from lockstep.checkpoints.crash_loops import CrashLoops
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.memory import MemoryFolder
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
@@ -130,15 +130,11 @@ class RunState:
             self._note_start(path, 0)
         known.newest = known.in_memory = number
 
-    def resume(
-        self, path: Path, state: dict[str, Any], give_up_after: int | None = None, *, skip_poison: bool = False
-    ) -> Resumed | None:
+    def resume(self, path: Path, state: dict[str, Any], give_up_after: int | None = None) -> Resumed | None:
         """See :meth:`Session.resume`."""
         self._wait_for_save()
         memory, ranks = MemoryFolder.of(path), Ranks(self._group)
-        loops = None
-        if memory is not None:
-            loops = CrashLoops(memory.folder, ranks, state, give_up_after, leaves_out=skip_poison)
+        loops = None if memory is None else CrashLoops(memory.folder, ranks, state, give_up_after)
         resuming = Resuming(path, ranks, None if memory is None else memory.folder)
         found = resuming.resume(state)
         known = self._of(path)
@@ -147,16 +143,16 @@ class RunState:
             # A host that was cut off may hold one more, with the next number.
             known.newest = max(known.newest, resuming.number + 1)
         if found is not None and loops is not None:
-            batch = loops.check(found.step or 0)
+            loops.check(found.step or 0)
             self._snapshots(path).resumed(known.newest)
-            self._note_start(path, found.step, batch)
+            self._note_start(path, found.step)
         if resuming.in_memory:
             known.in_memory = resuming.number
         else:
             known.on_disk = resuming.number
         return found
 
-    def _note_start(self, path: Path, step: int | None, left_out: Batch | None = None) -> None:
+    def _note_start(self, path: Path, step: int | None) -> None:
         """Begin a line of the history on each host, unless this start has one."""
         known, ranks = self._of(path), Ranks(self._group)
         folder = self._snapshots(path).memory.folder
@@ -168,9 +164,6 @@ class RunState:
             return
         known.noted = True
         self._note(folder, history.BEGAN, step)
-        if left_out is not None:
-            why, batch = left_out.describe(), (left_out.epoch, left_out.number)
-            self._note(folder, history.LEFT_OUT, left_out.step, why=f"left out: {why}", batch=batch)
 
     def _note(self, folder: Path, what: str, step: int | None, **more: Any) -> None:
         history.note(folder, history.Event(what, self._start, history.now(), step, self._group.size(), **more))

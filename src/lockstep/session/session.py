@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Subset
 
 from lockstep import loop
 from lockstep.checkpoints import Resumed
+from lockstep.checkpoints.crash_loops import TO_LEAVE_OUT
 from lockstep.distributed.comm.collectives import Group
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.errors import OptionError
@@ -252,7 +253,6 @@ class Session:
         path: "str | os.PathLike[str]",
         *,
         give_up_after: int | None = 3,
-        skip_poison: bool = False,
         **state: Any,
     ) -> Resumed | None:
         """Restore the newest state that :meth:`save` or :meth:`snapshot` has kept; :attr:`step` continues, too.
@@ -264,14 +264,11 @@ class Session:
         have all failed at the same step; with None, never. The message has the failures, and the samples of the batch
         of that step, if the state has one :class:`lockstep.shares.GlobalBatches` or
         :class:`~lockstep.ResumableSampler`, whose batches :meth:`batches` counts.
-
-        With ``skip_poison=True`` the run goes on without that batch instead: all ranks leave it out of the
-        ``GlobalBatches``, a warning names its samples, and every other sample still comes once in its epoch. If the
-        step then fails as often with the next batch, the batch is not the cause, and all ranks raise
-        :class:`~lockstep.errors.CrashLoopError`.
         """
+        if "skip_poison" in state:
+            raise OptionError(f"resume() has no option skip_poison. {TO_LEAVE_OUT}")
         with self.phase(Phase.CHECKPOINT):
-            found = self._state.resume(Path(path), self._generators() | state, give_up_after, skip_poison=skip_poison)
+            found = self._state.resume(Path(path), self._generators() | state, give_up_after)
         if found is not None and found.step is not None:
             self._steps.go_on_from(found.step)
         return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count, islice, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -182,7 +182,6 @@ class GlobalBatches:
             **loader_options,
         )
         self._epoch = self._batch = 0
-        self._left_out = frozenset[tuple[int, int]]()
         self._audits_every: int | None = None
 
     @property
@@ -198,7 +197,7 @@ class GlobalBatches:
     @property
     def batches_left(self) -> int:
         """The number of batches that the next iteration yields: fewer than in an epoch if it continues within one."""
-        return sum(1 for _ in self._numbers(self._epoch, self._batch))
+        return len(self) - self._batch
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -226,24 +225,13 @@ class GlobalBatches:
         check_shares(self.shares, world.size, "GlobalBatches()")
         return world
 
-    def _numbers(self, epoch: int, first: int) -> Iterator[int]:
-        """Yield the numbers of the batches of an epoch from ``first`` on, without those that are left out."""
-        left_out = self._left_out  # now: an iteration under way goes on as it began
-        return (number for number in range(first, len(self)) if (epoch, number) not in left_out)
-
-    def _following(self, epoch: int, first: int) -> Iterator[tuple[int, int]]:
-        """Yield the epoch and the number of each batch from ``first`` on, over the epochs."""
-        for each in count(epoch):
-            for number in self._numbers(each, first if each == epoch else 0):
-                yield each, number
-
     def _steps(self, epoch: int, first: int) -> Iterator[tuple[Step, list[Sequence[int]]]]:
         """Yield the steps from batch ``first`` to the end of an epoch, with the samples of the shares of each."""
         order = self._order(epoch)
-        for number in self._numbers(epoch, first):
+        for number in range(first, len(self)):
             parts = split(self._rows(order, number), self.shares)
             audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
-            _, upcoming = next(self._following(epoch, number + 1))
+            upcoming = (number + 1) % len(self)
             rows = tuple(map(len, parts))
             # Fewer shares if not enough rows are left.
             next_count = min(self.shares, self.batch_size, self._samples - upcoming * self.batch_size)
@@ -259,10 +247,12 @@ class GlobalBatches:
     def _advance(self, epoch: int, number: int) -> None:
         """Move on after a batch has been consumed."""
         if (self._epoch, self._batch) == (epoch, number):
-            self._move_to(epoch, number + 1)
+            self._epoch, self._batch = self._place(epoch, number + 1)
 
-    def _move_to(self, epoch: int, batch: int) -> None:
-        self._epoch, self._batch = next(self._following(epoch, batch))
+    def _place(self, epoch: int, batch: int) -> tuple[int, int]:
+        """Return the epoch and the number of a batch that is counted from the beginning of an epoch."""
+        further, number = divmod(batch, len(self))
+        return epoch + further, number
 
     def _keys(self) -> Iterator[list[ShareKey]]:
         """Yield the keys of the shares that this rank loads, from the next batch to the end of its epoch."""
@@ -271,32 +261,20 @@ class GlobalBatches:
             for share, _ in step.loaded_by(world.rank, world.size):
                 yield [ShareKey(self.seed, epoch, step.batch, share, tuple(parts[share]))]
 
-    # ----------------------------------------------------------------------------------- batches left out
+    # ------------------------------------------------------------------------------------ progress
 
     def samples_ahead(self, batches: int) -> tuple[int, int, list[int]]:
         """Return the epoch and the number of the batch that comes ``batches`` after the next one, and its samples."""
-        epoch, number = next(islice(self._following(self._epoch, self._batch), batches, None))
+        epoch, number = self._place(self._epoch, self._batch + batches)
         return epoch, number, self._rows(self._order(epoch), number)
 
-    def leave_out(self, epoch: int, batch: int) -> None:
-        """Leave out a batch: from the next iteration on, all others are yielded without it; call it on every rank.
-
-        The :meth:`state_dict` has the batches that were left out.
-        """
-        self._left_out |= {(epoch, batch)}
-        self._move_to(self._epoch, self._batch)
-
-    # ------------------------------------------------------------------------------------ progress
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: ``epoch`` and ``batch``; the batches that were left out; and the
-        arguments that belong to them.
+        """Return the position of the next batch: ``epoch`` and ``batch``; and the arguments that belong to them.
 
         It is the same on every rank, and may be loaded on any number of ranks. A batch counts once the loop over its
         shares has ended, or the next batch is requested; batches that workers have loaded ahead do not count.
         """
-        left_out = [list(each) for each in sorted(self._left_out)]
-        return {"epoch": self._epoch, "batch": self._batch, "left_out": left_out, **self._fixed()}
+        return {"epoch": self._epoch, "batch": self._batch, **self._fixed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue, with the next iteration, at the batch at which :meth:`state_dict` was called.
@@ -309,8 +287,7 @@ class GlobalBatches:
                     f"the state is of batches with {name}={state[name]!r}, these have {name}={value!r}, so its epoch "
                     f"and batch number other samples; make GlobalBatches with {name}={state[name]!r}"
                 )
-        self._left_out = frozenset((int(epoch), int(batch)) for epoch, batch in state.get("left_out", ()))
-        self._move_to(int(state["epoch"]), int(state["batch"]))
+        self._epoch, self._batch = self._place(int(state["epoch"]), int(state["batch"]))
 
     def _fixed(self) -> dict[str, Any]:
         return {
