@@ -22,10 +22,11 @@ from lockstep.compiler import outside_compiler
 class StepObserver(Protocol):
     """An object that is told of the steps of all optimizers."""
 
-    def step_begins(self, optimizer: Optimizer) -> object:
-        """Called before an optimizer's step; if it raises, the step is not made."""
+    def step_begins(self, optimizer: Optimizer, closure: bool) -> object:
+        """Called before an optimizer's step; if it raises, the step is not made. With a ``closure`` the step runs
+        backward passes itself, so its gradients come later."""
 
-    def step_ended(self, optimizer: Optimizer) -> object:
+    def step_ended(self, optimizer: Optimizer, closure: bool) -> object:
         """Called after an optimizer's step."""
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool | None:
@@ -69,15 +70,22 @@ def _register() -> None:
 
 
 @outside_compiler
-def _step_begins(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _step_begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    closure = _has_closure(args, kwargs)
     for observer in _present():
-        observer.step_begins(optimizer)
+        observer.step_begins(optimizer, closure)
 
 
 @outside_compiler
-def _step_ended(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _step_ended(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    closure = _has_closure(args, kwargs)
     for observer in _present():
-        observer.step_ended(optimizer)
+        observer.step_ended(optimizer, closure)
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Return True if ``step`` was called with a function; ``args`` begin with the optimizer."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
 
 
 def _present() -> Iterator[StepObserver]:

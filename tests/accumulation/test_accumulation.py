@@ -349,170 +349,121 @@ def test_weights_that_make_no_sense():
 # ------------------------------------------------------------------------------------------ forgotten
 
 
-def forget(rank, steps):
-    """Steps on gradients; True: synchronised. What is warned of."""
-    module = attach(rank, "module", one_weight())
+def steps_on(rank, plan, step):
+    """The warnings of optimizer steps after backward passes that synchronise or not; of each rank."""
+    module = attach(rank, "module", rank.make(one_weight))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for synchronise in steps:
+    for synchronise in plan:
         optimizer.zero_grad()
         module.set_requires_gradient_sync(synchronise)
-        module(x_of(rank)).sum().backward()
-        if synchronise is not None:
-            optimizer.step()
+        step(module, optimizer, lambda: module(x_of(rank)).sum())
 
 
-def test_a_step_on_gradients_that_are_not_synchronised_is_told():
+def backward_then_step(module, optimizer, loss):
+    loss().backward()
+    optimizer.step()
+
+
+def step_with_a_closure(module, optimizer, loss):
+    optimizer.step(lambda: loss().backward())
+
+
+def only_micro_batches(module, optimizer, loss):
+    loss().backward()
+
+
+def sharpness_aware(module, optimizer, loss):
+    """Each rank perturbs its weights by its own gradient, and takes the gradient there."""
+    with module.no_sync():
+        loss().backward()
+    old = [p.detach().clone() for p in module.parameters()]
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(p.grad)
+    optimizer.zero_grad()
+    loss().backward()
+    for p, data in zip(module.parameters(), old, strict=True):
+        p.data = data
+    optimizer.step()
+
+
+class SharpnessAware(torch.optim.SGD):
+    """The same as an optimizer: its step begins with a gradient of this rank, and its closure synchronises."""
+
+    def step(self, closure):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        grads = [p.grad.clone() for p in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, grads)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, grads)
+        super().step()
+
+
+def sharpness_aware_in_one(module, optimizer, loss):
+    with module.no_sync():
+        loss().backward()
+    SharpnessAware(module.parameters(), lr=0.1).step(lambda: loss().backward())
+
+
+def warned(plan, step):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_ranks(2, forget, [True, False, True])
-    messages = sorted(str(warning.message) for warning in caught)
+        run_ranks(2, steps_on, plan, step)
+    return sorted(str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("step", [backward_then_step, step_with_a_closure])
+def test_a_step_on_gradients_that_are_not_synchronised_is_told_at_once(step):
+    messages = warned([True, False], step)
     assert len(messages) == 2
     for rank, message in enumerate(messages):
-        assert f"rank {rank}: parameter weight was changed while its gradient was only one rank's" in message
+        assert message.startswith(f"rank {rank}: SGD.step() uses the gradient of parameter weight of this rank alone")
+        assert "must not be under no_sync() or set_requires_gradient_sync(False)" in message
+    assert len(warned([False, True, False], step)) == 4
 
 
-def step_on_data(parameters):
-    for p in parameters:
-        p.data -= 0.1 * p.grad
+@pytest.mark.parametrize(
+    ("plan", "step"),
+    [
+        ([True, True], backward_then_step),
+        ([True, True], step_with_a_closure),
+        ([False, False, True], only_micro_batches),
+        ([True, True, True], sharpness_aware),
+        ([True, True, True], sharpness_aware_in_one),
+    ],
+)
+def test_steps_on_reduced_gradients_are_not(plan, step):
+    assert warned(plan, step) == []
 
 
-def add_to_data(parameters):
-    for p in parameters:
-        p.data.add_(p.grad, alpha=-0.1)
+def test_a_step_that_is_told_is_not_made_where_warnings_are_errors():
+    def call(rank):
+        module = attach(rank, "module", rank.make(one_weight))
+        before = module.weight.detach().clone()
+        with module.no_sync():
+            module(x_of(rank)).sum().backward()
+        with pytest.raises(UserWarning, match=r"SGD\.step\(\) uses the gradient"):
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        return torch.equal(module.weight, before)
+
+    assert run_ranks(2, call) == [True, True]
 
 
-def other_data(parameters):
-    for p in parameters:
-        p.data = p.data - 0.1 * p.grad
-
-
-def no_step(parameters):
-    """Micro-batches: nothing changes."""
-
-
-def forget_by_hand(rank, step, dtype, shape):
-    module = lockstep.replicate(nn.ParameterList([torch.ones(shape, dtype=dtype)]), process_group=rank.group)
-    for synchronise in (True, False, False, True):
-        module.set_requires_gradient_sync(synchronise)
-        (module[0] * (rank.rank + 1.0)).sum().backward()
-        if not synchronise:
-            step(module.parameters())
-
-
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, ()), (torch.bfloat16, (100, 30)), (torch.float64, (7,))])
-@pytest.mark.parametrize(("step", "told"), [(step_on_data, 2), (add_to_data, 2), (other_data, 2), (no_step, 0)])
-def test_a_step_by_hand_on_gradients_that_are_not_synchronised_is_told(step, told, dtype, shape):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_ranks(2, forget_by_hand, step, dtype, shape)
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == told
-    assert all("parameter 0 was changed while its gradient was only one rank's" in message for message in messages)
-
-
-class Frozen(nn.Module):
-    """A trained parameter and a frozen one."""
-
-    def __init__(self):
-        super().__init__()
-        self.trained = nn.Parameter(torch.ones(2))
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-
-    def forward(self, x, frozen=False):
-        return (x * (self.frozen if frozen else self.trained)).sum()
-
-
-def forget_before_a_loss_without_gradient(rank):
-    """Rank 1 alone steps on its own gradient, and has none in the backward that synchronises."""
-    model = lockstep.replicate(Frozen(), process_group=rank.group)
-    optimizer = torch.optim.SGD([model.trained], lr=0.1)
-    if rank.rank:
-        with model.no_sync():
-            model(torch.ones(2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model(torch.ones(2, requires_grad=True), frozen=rank.rank == 1).backward()
-
-
-def test_a_step_before_a_loss_that_gives_no_gradient_is_told():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_ranks(2, forget_before_a_loss_without_gradient)
-    messages = sorted(str(warning.message) for warning in caught)
-    assert [message[:7] for message in messages] == ["rank 0:", "rank 1:"]
-    assert all("parameter trained was changed" in message for message in messages)
-
-
-def test_ordinary_steps_are_not():
-    run_ranks(2, forget, [True, True, None, None, True])  # warnings are errors
-
-
-def load_all(module, checkpoint):
+def load_between(rank):
+    """A checkpoint is loaded between two micro-batches."""
+    module = attach(rank, "module", rank.make(network))
+    checkpoint = {name: value + 1.0 for name, value in module.state_dict().items()}
+    with lockstep.accumulate(module, last=False):
+        module(rows(0, rank.rank)).square().mean().backward()
     module.load_state_dict(checkpoint)
+    with lockstep.accumulate(module):
+        module(rows(1, rank.rank)).square().mean().backward()
+    return [rank.all_equal(p.grad) for p in module.parameters()]
 
 
-def load_a_part(module, checkpoint):
-    getattr(module, "module", module)[0].load_state_dict(
-        {"weight": checkpoint["0.weight"], "bias": checkpoint["0.bias"]}
-    )
-
-
-def copy_in(module, checkpoint):
-    for p in module.parameters():
-        p.data.copy_(checkpoint["0.bias"].mean())
-
-
-def initialise(module, checkpoint):
-    for p in module.parameters():
-        nn.init.constant_(p, 0.5)
-
-
-def load_between(rank, kind, load, passes, ranks):
-    """Values change between two micro-batches on some ranks; the second one synchronises, or one after it."""
-    module = attach(rank, kind, rank.make(network))
-    plain = getattr(module, "module", module)
-    checkpoint = {name: value + 1.0 for name, value in plain.state_dict().items()}
-    for step in range(3):
-        module.zero_grad()
-        for part in range(passes):
-            with lockstep.accumulate(module, last=part == passes - 1):
-                module(rows(part, rank.rank)).square().mean().backward()
-            if step == 1 and part == 0 and rank.rank in ranks:
-                load(plain, checkpoint)
-    module(rows(0, rank.rank)).square().mean().backward()  # on accelerators, where it is read later, it is told here
-    return [rank.all_equal(p.grad) for p in plain.parameters()]
-
-
-@pytest.fixture(params=["", "sim"])
-def device(request):
-    """Where ranks are: on an accelerator the report of a round is read later."""
-    if request.param:
-        request.getfixturevalue("sim")
-    return request.param
-
-
-@kinds
-@pytest.mark.parametrize("passes", [2, 3])
-@pytest.mark.parametrize("load", [load_all, load_a_part, copy_in, initialise], ids=lambda each: each.__name__)
-def test_values_that_all_ranks_load_between_micro_batches_are_no_drift(kind, load, passes, device):
-    ranks = run_ranks(2, load_between, kind, load, passes, [0, 1], device=device)  # warnings are errors
-    assert ranks == [[True] * 4] * 2
-
-
-@pytest.mark.parametrize("only", [0, 1])
-def test_values_that_one_rank_loads_between_micro_batches_are_told_on_all(only, device):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_ranks(2, load_between, "module", load_all, 2, [only], device=device)
-    messages = sorted(str(warning.message) for warning in caught)
-    assert [message[:7] for message in messages] == ["rank 0:", "rank 1:"]
-    assert all("has other values on rank 1 than on rank 0" in message for message in messages)
-
-
-def test_steps_that_are_never_synchronised_are_told():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_ranks(2, forget, [False, False, False])
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == 2
-    assert all("weight was changed while its gradient was only one rank's, again and again" in m for m in messages)
+def test_values_that_all_ranks_load_between_micro_batches_are_not_told():
+    assert run_ranks(2, load_between) == [[True] * 4] * 2  # warnings are errors

@@ -93,10 +93,10 @@ class Observer:
         self.parameters = {id(p) for module in modules for p in module.parameters()}
         observe_steps(self)
 
-    def step_begins(self, optimizer):
+    def step_begins(self, optimizer, closure):
         self.seen.append(("begins", optimizer))
 
-    def step_ended(self, optimizer):
+    def step_ended(self, optimizer, closure):
         self.seen.append(("ended", optimizer))
 
     def has_parameter_of(self, optimizer):

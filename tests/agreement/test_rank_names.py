@@ -124,12 +124,11 @@ def new_on_one_rank(rank, group):
     model(batch()).backward()
 
 
-def drift(rank, group):
+def local_step(rank, group):
     model = net(rank, group)
     model.set_requires_gradient_sync(False)
-    for _ in range(3):  # the second change in a row is taken for a step
-        model(batch()).backward()
-        torch.optim.SGD(model.parameters(), 0.1).step()
+    model(batch()).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
 
 
 def destroyed(rank, group):
@@ -176,7 +175,7 @@ CASES = {
     out_of_sync: (OutOfSyncError, ["first.weight", " on rank 1, ", " on rank 2; something"]),
     new_values: (OutOfSyncError, ["last.weight", "other values on rank 2 than on rank 1, "]),
     new_on_one_rank: (AgreementError, ["last.weight", "replicated on rank 2, and still the same on rank 1;"]),
-    drift: (UserWarning, ["rank {}: parameter first.weight was changed"]),
+    local_step: (UserWarning, ["rank {}: SGD.step() uses the gradient of parameter first.weight of this rank alone"]),
     destroyed: (CommunicationError, ["rank {}: the process group has been destroyed"]),
     failed_collective: (CommunicationError, ["rank {}, in a group of 2 ranks: all_reduce, gradients failed"]),
     late_gradient_not_put_together: (PeerError, ["rank 1: rank 2 could not put together its late gradients"]),

@@ -22,7 +22,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
 
-FLAGS = ("stops", "ends", "changed", "drifted", "weighted")
+FLAGS = ("stops", "ends", "changed", "weighted")
 ALL_FLAGS = dict.fromkeys(FLAGS, True)
 SOMETHING_ELSE = Status(
     2**64 - 1, 2**64 - 1, Part.FAILED, **ALL_FLAGS, called=15, through=257, unused_forwards=9, steps=3, weight=7.0

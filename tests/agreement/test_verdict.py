@@ -175,7 +175,6 @@ def test_a_weight_is_given_by_every_rank_that_counts():
         ([USUAL, says(called=0, through=0)], {}),
         ([USUAL, SKIPS], {"skip": True}),
         ([USUAL, says(changed=True)], {"changed": True}),
-        ([USUAL, says(drifted=True)], {"drifted": True}),
         ([weighs(3), weighs(5)], {"factor": 0.25}),
         ([weighs(4), JOINED, weighs(2)], {"factor": 0.5}),  # one that has run out counts nothing
         ([weighs(4), PADDING, weighs(2)], {"factor": 0.5}),

@@ -5,7 +5,6 @@ Ranks are threads where nothing but gradients and errors is looked at.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -339,48 +338,7 @@ def test_a_rank_outside_of_the_group_is_told():
     assert outside is not None
 
 
-# ---------------------------------------------------------------------------------- drift
-
-
-def drift(rank, synchronise, steps):
-    """The warnings of a loop whose last backward before the optimizer's step is not synchronised, or is."""
-    model = lockstep.replicate(rank.make(Net))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(steps):
-            sgd.zero_grad()
-            for last in (False, True):
-                with contextlib.nullcontext() if last and synchronise else model.no_sync():
-                    model(inputs(rank)).backward()
-            sgd.step()
-        model(inputs(rank)).backward()
-    return [str(warning.message) for warning in caught]
-
-
-@pytest.mark.parametrize(("synchronise", "steps", "warned"), [(True, 2, 0), (False, 1, 1), (False, 0, 0)])
-def test_a_step_on_gradients_of_one_rank_warns_at_the_next_backward(synchronise, steps, warned):
-    for rank, messages in enumerate(run_processes(2, drift, synchronise, steps)):
-        assert len(messages) == warned
-        for message in messages:
-            assert message.startswith(f"rank {rank}: parameter layers.0.weight was changed while its gradient was only")
-            assert "must not be under no_sync() or set_requires_gradient_sync(False)" in message
-
-
-def drift_is_an_error(rank):
-    """Warnings are errors in these processes. One rank has stepped: all compare, and all are told."""
-    model = lockstep.replicate(rank.make(Net))
-    with model.no_sync():
-        model(inputs(rank)).backward()
-    if rank.rank == 1:
-        torch.optim.SGD(model.parameters(), lr=0.01).step()
-    raised = error_of(lambda: model(inputs(rank)).backward())[0]
-    model.load_state_dict({name: rank.gather(value)[0] for name, value in model.state_dict().items()})
-    return raised, mean_gradients(rank, model, 1)
-
-
-def test_a_warning_that_is_an_error_is_one_on_every_rank():
-    assert run_processes(2, drift_is_an_error) == [(UserWarning, True)] * 2
+# ---------------------------------------------------------------------------------- forks
 
 
 def trains_in_a_child(rank):

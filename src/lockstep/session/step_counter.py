@@ -25,7 +25,7 @@ class StepCounter:
         self._next: IdentityMap[int] = IdentityMap()
         observe_steps(self)
 
-    def step_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Note that an optimizer begins a step."""
         self._enter(Phase.OPTIMIZER)
         if not self._progress.in_batches:
@@ -37,7 +37,7 @@ class StepCounter:
         """Return the number of the step before the one with which a new optimizer begins."""
         return max(self._start, self._progress.step - 1)
 
-    def step_ended(self, optimizer: Optimizer) -> None:
+    def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Count the step of an optimizer."""
         self._enter(Phase.TRAINING)
         made = self._next.get(optimizer)

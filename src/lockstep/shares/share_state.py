@@ -177,7 +177,7 @@ class ShareWorld:
         found = [each.has_parameter_of(optimizer) for each in self.modules]
         return any(found) if found else None
 
-    def step_begins(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Raise if an optimizer's step would use gradients of a step that is not finished."""
         step = self.step or self._broken
         if step is None or not self.has_parameter_of(optimizer):
@@ -194,7 +194,7 @@ class ShareWorld:
             "leave out the optimizer's step, too"
         )
 
-    def step_ended(self, optimizer: Optimizer) -> None:
+    def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Do nothing."""
 
 

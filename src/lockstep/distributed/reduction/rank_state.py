@@ -12,6 +12,7 @@ the reduced gradients as all other ranks do.
 """
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.reduction.buffer_sync import BufferSync
@@ -29,8 +31,8 @@ from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.status import Part, PassLog, Status, StepLog
-from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.dtensors import local_part
+from lockstep.optimizer_steps import has_any
 
 _NO_WEIGHT = (
     "this backward pass has no weight, an earlier one since the last synchronisation had one; give accumulate() a "
@@ -213,20 +215,20 @@ class Contribution:
     def __init__(
         self,
         parameters: Sequence[ManagedParameter],
-        global_rank: int,
         part: Part = Part.FULL,
         window: Window | None = None,
         used: bytearray | None = None,
+        is_local: bool = False,
     ) -> None:
         self._parameters = parameters
-        self._global_rank = global_rank
         self.part = part
         """The part that the rank takes in the next round, if nothing fails."""
         self.used = used or bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
         self._none_used = bytes(len(parameters))
         self.window = window or Window()
-        self.drift = DriftDetector(parameters, global_rank)
+        self.is_local = is_local
+        """True if some pass since the last round has not synchronised."""
 
     def is_something(self, added: Sequence[ManagedParameter]) -> bool:
         """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
@@ -236,18 +238,25 @@ class Contribution:
         piled = [*compress(self._parameters, self.used), *added]
         return not all(are_zero([member.parameter.grad for member in piled]))
 
+    def local_gradient(self, optimizer: Optimizer) -> str | None:
+        """Return the name of a parameter of ``optimizer`` whose gradient is this rank's only; None if there is none."""
+        if not self.is_local:
+            return None
+        own = (each for each in compress(self._parameters, self.used) if each.parameter.grad is not None)
+        return next((each.name for each in own if has_any(optimizer, {id(each.parameter)})), None)
+
     def forget(self) -> None:
         """Begin a new contribution: the last one has been reduced, or dropped after a failure or with a batch that is
         left out."""
         self.used[:] = self._none_used
-        self.drift.forget()
+        self.is_local = False
         self.window.close()
 
     def renumbered(self, parameters: Sequence[ManagedParameter]) -> "Contribution":
         """Return the same flags for other parameters, under their new numbers."""
         used = {id(each.parameter) for each in compress(self._parameters, self.used)}
         found = bytearray(id(each.parameter) in used for each in parameters)
-        return Contribution(parameters, self._global_rank, self.part, self.window, found)
+        return Contribution(parameters, self.part, self.window, found, self.is_local)
 
 
 @contextmanager
@@ -357,7 +366,7 @@ class RankState:
         """What tells this rank's backward passes from those of others."""
         self.steps = StepLog()
         """How many steps optimizers have made since the last round."""
-        self.contribution = Contribution(members.parameters, global_rank)
+        self.contribution = Contribution(members.parameters)
         """What it contributes to the next round."""
         self.padding_batch: PaddingBatch | None = None
         """The batch that counts nothing, if the loop is at one."""
@@ -398,7 +407,7 @@ class RankState:
     def begin_pass(self) -> None:
         """Note that a backward pass has reached the module."""
         self.contribution.window.pass_begins()
-        self.contribution.drift.check(self.requires_sync)
+        self.contribution.is_local = self.contribution.is_local or not self.requires_sync
 
     def pass_failed(self) -> None:
         """Note that a backward pass has failed on this rank. If it synchronises, its contribution is dropped anyway."""
@@ -422,7 +431,18 @@ class RankState:
         own = self.contribution
         if self.differs or self._skips or self.padding_batch is not None or own.part is not Part.FULL:
             return False
-        return own.window.is_unused and own.drift.is_unused
+        return own.window.is_unused and not own.is_local
+
+    def warn_of_local_gradients(self, optimizer: Optimizer) -> None:
+        """Warn that an optimizer uses a gradient that is this rank's only."""
+        name = self.contribution.local_gradient(optimizer)
+        if name is not None:
+            warnings.warn(
+                f"rank {self._global_rank}: {type(optimizer).__name__}.step() uses the gradient of parameter {name} "
+                "of this rank alone, so the replicas drift apart. The last backward before optimizer.step() must not "
+                "be under no_sync() or set_requires_gradient_sync(False)",
+                stacklevel=6,
+            )
 
     def renumber(self) -> None:
         """Note that the ranks have agreed on other parameters."""
@@ -485,7 +505,6 @@ class RankState:
             loops.asks_to_stop,
             loops.innermost.batch.ends,
             self.differs,
-            own.drift.suspects,
             bool(window.weights),
             *(_NO_PASS if passive or self._skips else self.passes.summarize()),
             self.steps.count,
@@ -505,7 +524,7 @@ class RankState:
         self.look_for_changes()
         parameters = [*before, *self._members.added]
         own = self.contribution
-        self.contribution = Contribution(before, self._global_rank, part)
+        self.contribution = Contribution(before, part)
         try:
             joined = part is Part.JOINED
             with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):

@@ -435,7 +435,6 @@ class Reducer:
         except (PeerError, OptionError):
             self.abort()
             raise
-        self.rank_state.contribution.drift.check(True)
 
     def _finish(self) -> Sequence[Parameter]:
         current = self._round

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
-from lockstep.distributed.reduction.values import Difference, warn_of_drift
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
@@ -266,12 +264,13 @@ class Round:
         report = transport.read(self._behind if transport.own_row is None else transport.own_row)
         ranks = common.collectives
         verdict = judge(report, ranks.rank, ranks.global_ranks, common.gradient_divide_factor)
-        found = _USUAL if verdict.is_usual and self._decisions.is_default else self._find(verdict)
-        if found is None:
+        is_usual = verdict.is_usual and self._decisions.is_default
+        added = () if is_usual else self._agree(verdict)
+        if added is None:
             own.contribution.forget()
             return ()
         try:
-            self._copy_out(verdict, found.added)
+            self._copy_out(verdict, added)
             if self._kept:
                 write_back(self._kept)
         except BaseException:  # of a late gradient, on every rank
@@ -282,17 +281,16 @@ class Round:
             alone = None if transport.splits else transport.own_row
             transport.take_buffers(self._behind if alone is None else alone)
         own.note_used()
-        used = self._parameters_in_order(verdict, found.added) if lists_used else ()
-        if found.renews:
+        used = self._parameters_in_order(verdict, added) if lists_used else ()
+        if verdict.changed:
             self._renew()
         elif verdict.late or common.plan.observes:
             common.adapt(verdict)
-        if found.drift is not None:
-            warn_of_drift(found.drift.name, ranks.global_rank, found.drift)
         return used
 
-    def _find(self, verdict: Verdict) -> "_Findings | None":
-        """Carry out the agreements that the verdict asks for; None if the batch is left out.
+    def _agree(self, verdict: Verdict) -> Sequence[ManagedParameter] | None:
+        """Carry out the agreement that the verdict asks for; return new parameters of which some rank has a gradient,
+        or None if the batch is left out.
 
         Raises as :meth:`conclude` does.
         """
@@ -304,17 +302,12 @@ class Round:
             if verdict.skip:
                 self._drop()
                 return None
-            added: Sequence[ManagedParameter] = common.agree_anew() if verdict.changed else ()
-            return _Findings(verdict.changed, added, self._find_drift() if verdict.drifted else None)
+            return common.agree_anew() if verdict.changed else ()
         except (PeerError, AgreementError, OptionError):
             self._drop()
             if verdict.failed:
                 self._decisions.note_failure()
             raise
-
-    def _find_drift(self) -> Difference | None:
-        """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
-        return self._own.contribution.drift.compare(self._common.members.current, self._common.collectives)
 
     def _drop(self) -> None:
         """Drop all gradients and buffers of the round: it has failed, or the batch is left out."""
@@ -460,16 +453,3 @@ class Round:
         except (RuntimeError, MemoryError, OSError):
             self._wait_aborted()
             return make()
-
-
-class _Findings(NamedTuple):
-    """The result of the agreements that a verdict asks for."""
-
-    renews: bool = False
-    """True if all ranks have agreed again on the replicated parameters."""
-    added: Sequence[ManagedParameter] = ()
-    """New parameters of which some rank has a gradient."""
-    drift: Difference | None = None
-
-
-_USUAL = _Findings()

@@ -173,16 +173,20 @@ class GroupScheduler(PassObserver):
 
     # ------------------------------------------------------------------------ an optimizer's step
 
-    def step_begins(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer begins a step."""
+    def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
+        """Note that an optimizer begins a step; warn if it uses gradients that are not reduced."""
         for module in self.modules:
             if module.has_parameter_of(optimizer):
+                if not closure:
+                    module.rank_state.warn_of_local_gradients(optimizer)
                 module.rank_state.steps.step_begins(optimizer)
 
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has made a step."""
+    def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
+        """Note that an optimizer has made a step; with a closure, warn of gradients that it has not reduced."""
         for module in self.modules:
             module.rank_state.steps.step_ended(optimizer)
+            if closure:
+                module.rank_state.warn_of_local_gradients(optimizer)
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool | None:
         """Return True if an optimizer has a parameter of any of the modules; None if there are no modules."""

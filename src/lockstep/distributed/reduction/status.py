@@ -6,7 +6,7 @@ only compared with zero::
 
     used     one for each parameter    1 if this rank contributes a gradient
     late     one for each parameter    1 if a gradient came after its bucket had left, or has no bucket
-    status   40 for each rank          the bytes of its :class:`Status`
+    status   39 for each rank          the bytes of its :class:`Status`
     buffers  the rest                  small buffers (``buffers.py``)
 
 ``verdict.py`` has the rules about statuses.
@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 MOST_STEPS, UNKNOWN_STEPS = 254, 255
 """The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
-_FORMAT = struct.Struct("<QQB5?BIIBd")
+_FORMAT = struct.Struct("<QQB4?BIIBd")
 
 
 class Part(IntEnum):
@@ -83,8 +83,6 @@ class Status(NamedTuple):
     """True if it has no batch after this one."""
     changed: bool = False
     """True if its parameters, buffers or hooks differ from those agreed on."""
-    drifted: bool = False
-    """True if its parameters were changed while a gradient had not been reduced (``values.py``)."""
     weighted: bool = False
     """True if its contribution has a weight."""
     called: int = 0

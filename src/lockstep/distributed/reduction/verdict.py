@@ -55,8 +55,6 @@ class Verdict(NamedTuple):
     """Factor applied to the mean: for a weighted mean, or one over the ranks that have batches."""
     changed: bool = False
     """True if a module differs from what was agreed on, on some rank: all ranks agree again."""
-    drifted: bool = False
-    """True if some rank suspects drift (``values.py``): all ranks compare the parameters."""
     used: Sequence[bool] | None = None
     """For each parameter, True if any rank has a gradient; None if all parameters have one."""
     late: Sequence[int] = ()
@@ -88,7 +86,6 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
         skip=skip,
         factor=_factor(all_of, divisor),
         changed=any(all_of.changed),
-        drifted=any(all_of.drifted),
         used=report.used,
         late=report.late,
         loop=judge_loops(report.statuses),

@@ -272,7 +272,7 @@ class ReducerReplication(Replication):
     @property
     def has_local_gradients(self) -> bool:
         """See :class:`Replication`."""
-        return self.reducer is not None and self.reducer.rank_state.contribution.drift.has_local_gradients
+        return self.reducer is not None and self.reducer.rank_state.contribution.is_local
 
     # ----------------------------------------------------------------------------- training state
 
