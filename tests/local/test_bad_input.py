@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -514,7 +513,7 @@ def test_a_step_whose_backward_fails_leaves_nothing_for_the_next(devices, first,
 
 
 CTRL_C = """
-import os, signal, sys, threading, torch
+import logging, os, signal, sys, threading, torch
 from lockstep import DataParallel
 from lockstep.local import current_replica
 
@@ -528,13 +527,26 @@ class Net(torch.nn.Module):
             if "again" in sys.argv and replica.index == 0:
                 replica.all_gather("again", None)
             print("running")
+            if replica.index == 1:
+                stuck.set()
             os.read(0, 1)  # until the parent writes
         return x
 
-def handler(*args):
-    print("caught")
-    signal.default_int_handler(*args)
+stuck, wanted = threading.Event(), ["the first interrupt"]
 
+def handler(*args):
+    if wanted:
+        wanted.pop()
+        print("caught")
+        signal.default_int_handler(*args)
+
+def caller_waits(record):
+    stuck.wait()
+    wanted.append("the second interrupt")
+    return True
+
+if "twice" in sys.argv:
+    logging.getLogger("lockstep").addFilter(caller_waits)
 signal.signal(signal.SIGINT, handler)
 net = Net()
 parallel, x = DataParallel(net, ["cpu", "cpu"]), torch.arange(2.0)[:, None]
@@ -547,25 +559,34 @@ print(torch.equal(parallel(x), x), threading.active_count())
 """
 
 
-def interrupt(run):
-    """Send SIGINT until the program has caught one: Python may handle one that comes just before the main thread waits
-    only when it has waited, or when another one comes."""
-    caught = threading.Event()
-    thread = threading.Thread(target=lambda: run.stdout.readline() == "caught\n" and caught.set(), daemon=True)
+def interrupt(run, answer):
+    """Send SIGINT until the program prints ``answer``, and return all that it prints before.
+
+    Python may handle one that comes just before the main thread waits only when another one comes. So many are sent;
+    the program takes those for an interrupt that it wants.
+    """
+    lines, read = [], threading.Event()
+
+    def read_lines():
+        for line in run.stdout:
+            if line == answer:
+                break
+            lines.append(line)
+        read.set()
+
+    thread = threading.Thread(target=read_lines, daemon=True)
     thread.start()
-    for _ in range(10):
+    while not read.wait(0.1):
         run.send_signal(signal.SIGINT)
-        if caught.wait(5):
-            break
-    assert caught.is_set()
     thread.join()
+    return lines
 
 
 def test_ctrl_c_ends_a_forward_at_once(python):
     """Replicas on one device run in the main thread; the second one does not begin."""
     run = python(CTRL_C)
     assert run.stdout.readline() == "running\n"
-    interrupt(run)
+    assert interrupt(run, "caught\n") == []
     assert (run.stdout.read(), run.stderr.read()) == ("interrupted\nTrue 1\n", "")
     assert run.wait(60) == 0
 
@@ -578,7 +599,7 @@ def test_ctrl_c_waits_for_the_workers(python, where):
     """The first replica, which runs in the main thread, ends at once."""
     run = python(CTRL_C, *where)
     assert run.stdout.readline() == "running\n"
-    interrupt(run)
+    assert interrupt(run, "caught\n") == []
     assert run.stderr.readline() == (
         "lockstep: KeyboardInterrupt waits until 1 replicas have ended; a second one does not wait\n"
     )
@@ -590,19 +611,11 @@ def test_ctrl_c_waits_for_the_workers(python, where):
 @WHERE
 def test_ctrl_c_twice_does_not_wait(python, where):
     """The worker is stuck, and stays so; the caller goes on with others."""
-    run = python(CTRL_C, *where)
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=lambda: [lines.put(line) for line in run.stdout], daemon=True).start()
-    seen = [lines.get(timeout=60)]
-    stuck = 3 - len(where)  # of the replicas, as many run until they are stuck
-    while "interrupted\n" not in seen:
-        caught = seen.count("caught\n")
-        if caught == 0 or (caught == 1 and seen.count("running\n") == stuck):
-            # a signal that comes while the handler of the one before still runs is one with it: then there is a third
-            run.send_signal(signal.SIGINT)
-        with contextlib.suppress(queue.Empty):  # Python handles one that comes just before it waits when it has waited
-            seen.append(lines.get(timeout=5))
-    assert lines.get(timeout=60) == "True 3\n"
+    run = python(CTRL_C, *where, "twice")
+    assert run.stdout.readline() == "running\n"
+    lines = interrupt(run, "interrupted\n")
+    assert [line for line in lines if line != "running\n"] == ["caught\n", "caught\n"]
+    assert run.stdout.readline() == "True 3\n"
     assert run.wait(60) == 0
 
 
@@ -612,7 +625,7 @@ def test_ctrl_c_in_a_training_loop_ends_the_process(python):
     )
     run = python(program)
     assert run.stdout.readline() == "running\n"
-    interrupt(run)
+    assert interrupt(run, "caught\n") == []
     out, err = run.communicate()
     assert (out, run.returncode) == ("", -signal.SIGINT)
     assert err.strip().endswith("KeyboardInterrupt")

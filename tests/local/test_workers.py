@@ -196,6 +196,56 @@ def test_after_a_fork():
     assert done.returncode == 0, done.stderr
 
 
+def test_an_interrupt_that_becomes_another_error_is_still_an_interrupt():
+    """A second Ctrl-C may come while a ``threading.Condition`` is left, which raises a RuntimeError then."""
+
+    def call(index):
+        if index == 0:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise RuntimeError("release unlocked lock")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        parallel_apply([call] * 2, range(2))
+    assert str(caught.value.__context__) == "release unlocked lock"
+
+
+def test_an_error_after_an_interrupt_that_the_caller_handles_is_an_error():
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(ValueError, match="as usual"):
+            run(partial(int, "as usual"))
+
+
+def test_a_worker_that_is_left_behind_ends_without_an_error(monkeypatch):
+    """A second Ctrl-C does not wait for it."""
+    errors, second, freed = [], threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    class Output:
+        def __del__(self):
+            freed.set()
+
+    def call(index):
+        share("begin", None)
+        if index == 0:
+            raise KeyboardInterrupt
+        second.wait(TIMEOUT)
+        return Output()
+
+    def interrupted(self):
+        raise KeyboardInterrupt("second")
+
+    monkeypatch.setattr(workers._Running, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="second"):
+        parallel_apply([call] * 2, range(2))
+    second.set()
+    assert freed.wait(TIMEOUT)
+    assert errors == []
+
+
 @pytest.mark.parametrize("call", [torch.neg, Met(torch.neg)], ids=["turns", "met"])
 def test_a_call_keeps_nothing_alive(call):
     import gc

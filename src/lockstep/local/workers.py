@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class _Group:
         else:
             return self._results
         finally:
-            self._results = []  # no circle, as above
+            self._results = [None] * len(self._calls)  # no circle, as above; a worker that is left behind writes to it
             if self._running.ended:
                 _pool.give_back(self._workers)
 
@@ -157,9 +158,12 @@ class _Group:
 
     def _run_here(self, index: int) -> None:
         """Run a call in the caller's thread; what is no ``Exception``, such as a Ctrl-C, is raised at once."""
+        handled = sys.exception()
         try:
             self._results[index] = self._run(index, self._context.run_here)
         except Exception as error:
+            if (interrupt := _interrupt_before(error, handled)) is not None:
+                raise interrupt  # noqa: B904, the error becomes its context
             self._results[index] = _Failure(error)
 
     def run_on_worker(self, index: int) -> None:
@@ -177,6 +181,18 @@ class _Group:
                 return call() if count == 1 else Replica(index, count, self._exchange, self._outer).run(call)
         finally:
             self._exchange.leave(index)
+
+
+def _interrupt_before(error: BaseException | None, handled: BaseException | None) -> BaseException | None:
+    """Return what interrupted a call before it raised ``error``, unless the caller was handling that already.
+
+    If a second Ctrl-C comes while the first one leaves a ``threading.Condition``, that raises a ``RuntimeError``.
+    """
+    while error is not None and error is not handled:
+        if not isinstance(error, Exception):
+            return error
+        error = error.__context__
+    return None
 
 
 class _Running:
