@@ -61,7 +61,9 @@ class CrashLoops:
             return
         failed_at, rank, in_batches, _ = self._failures[0]
         # An optimizer may make a step in every N-th batch only.
-        raise self._error(failed_at, self._find(failed_at, failed_at - step - 1, rank) if in_batches else None)
+        batch = self._find(failed_at, failed_at - step - 1, rank) if in_batches else None
+        with self._ranks.in_unison():
+            raise self._error(failed_at, batch)
 
     def _find(self, step: int, ahead: int, rank: int) -> Batch | None:
         """Return the batch ``ahead`` of the next one, with the samples that a rank has of it."""

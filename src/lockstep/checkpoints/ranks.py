@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,10 +61,11 @@ class Ranks:
             raise
         self._met = True
         failed = [(name, each) for name, each in zip(self.names, answers, strict=True) if each["error"]]
-        if problem is not None and not isinstance(problem, Exception):
-            raise problem
-        if failed:
-            raise CheckpointError(f"{what} failed{self._where(failed)}") from problem
+        with self.in_unison():
+            if problem is not None and not isinstance(problem, Exception):
+                raise problem
+            if failed:
+                raise CheckpointError(f"{what} failed{self._where(failed)}") from problem
         return [each["result"] for each in answers]
 
     def _where(self, failed: list[tuple[int, dict[str, Any]]]) -> str:
@@ -79,6 +80,20 @@ class Ranks:
             return [value]
         return all_gather_object(value, what, self._collectives)
 
+    @contextlib.contextmanager
+    def in_unison(self) -> Iterator[None]:
+        """Let an error of the block, which all ranks raise or none, leave it when all ranks have come to it.
+
+        A rank that still waits for what the others have sent before would otherwise hear that another rank has failed,
+        and raise a ``PeerFailure`` instead (``test_an_error_of_all_ranks_waits_for_the_slowest_one``).
+        """
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(CommunicationError):  # of a rank that is already further: then all have come
+                self.tell(None, "an error of all ranks")
+            raise
+
     def broadcast(self, data: bytes, source: int, what: str) -> bytes:
         """Return the ``data`` of rank ``source``; other ranks pass as many bytes."""
         assert self._collectives is not None
@@ -91,6 +106,10 @@ class Ranks:
 
     def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
         """Raise :class:`AgreementError`, on every rank, unless all ranks have the same values."""
+        with self.in_unison():
+            self._check_equal(what, values)
+
+    def _check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
         for name, theirs in zip(self.names, values, strict=True):
             for key in {**values[0], **theirs}:
                 mine, other = values[0].get(key, "nothing"), theirs.get(key, "nothing")

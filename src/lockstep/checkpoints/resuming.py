@@ -144,10 +144,11 @@ class Resuming:
         ranks.check_equal("resume()", [{"the names to be filled": answer["names"]} for answer in answers])
         found, torn = self._choose(answers)
         if found is None and any(answer["finished"] for answer in answers):
-            raise CheckpointError(
-                f"{self._path}: there are checkpoints, and none is whole on every rank: {'; '.join(torn)}. Put back "
-                "what is missing, or start a new run in another folder"
-            )
+            with ranks.in_unison():
+                raise CheckpointError(
+                    f"{self._path}: there are checkpoints, and none is whole on every rank: {'; '.join(torn)}. Put "
+                    "back what is missing, or start a new run in another folder"
+                )
         if found is not None:
             self._fill()
             manifest = self._whole[found.name]

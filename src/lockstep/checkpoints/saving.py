@@ -121,7 +121,8 @@ class Saving:
         try:
             answers = ranks.together("save()", lambda: self._prepare(state))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
-            check_same_values(ranks.names, [answer["values"] for answer in answers])
+            with ranks.in_unison():
+                check_same_values(ranks.names, [answer["values"] for answer in answers])
             self._answers = answers
             self.number = 1 + max(answer["highest"] for answer in answers)
             if ranks.rank:
