@@ -55,6 +55,20 @@ class Packed(torch.Tensor):
         raise NotImplementedError(f"Packed cannot run {func}")
 
 
+class Hiding(Packed):
+    """A buffer that says where its values lie, a number of times."""
+
+    left: int | None = None
+
+    def __tensor_flatten__(self) -> Any:
+        """As often as it may."""
+        if self.left == 0:
+            raise ArithmeticError("not again")
+        if self.left is not None:
+            self.left -= 1
+        return super().__tensor_flatten__()
+
+
 class Opaque(torch.Tensor):
     """A tensor whose values only its own code can find."""
 

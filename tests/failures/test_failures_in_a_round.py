@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lockstep
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from small_modules import error_of, fails_in_backward
-from tensor_classes import Packed, aten
+from tensor_classes import Hiding, aten
 from threaded import run_ranks
 
 
@@ -84,29 +84,19 @@ def test_what_cannot_be_sent_is_told(buffered, modules):
         assert result[2] == [True] * (2 * modules)
 
 
-class Hiding(Packed):
-    """A buffer that says where its values lie, a number of times."""
-
-    left = None
-
-    def __tensor_flatten__(self):
-        if self.left == 0:
-            raise ArithmeticError("not again")
-        if self.left is not None:
-            self.left -= 1
-        return super().__tensor_flatten__()
-
-
-def hiding_buffer_fails(rank, size):
+def hiding_buffer_fails(rank, size, replaced):
     """An error at each look at a buffer, until mended: what is raised, and whether training goes on."""
     model = Net()
-    model.kept = Hiding(torch.full((size,), rank.rank + 1, dtype=torch.int8), torch.ones(1))
+    hiding = lambda size: Hiding(torch.full((size,), rank.rank + 1, dtype=torch.int8), torch.ones(1))  # noqa: E731
+    model.kept = hiding(size)
     lockstep.replicate(model, process_group=rank.group)
     mean_gradients(rank, model, 0)
     raised = []
     while True:
         model.zero_grad()
         loss = model(inputs(rank))
+        if replaced:
+            model.kept = hiding(size + len(raised) + 1)
         model.kept.left = len(raised) if rank.rank == 0 else None
         try:
             loss.backward()
@@ -119,15 +109,18 @@ def hiding_buffer_fails(rank, size):
         assert rank.all_equal(model.kept.payload)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("size", [4, 300_000])
-def test_a_buffer_that_fails_at_any_look_at_it_is_told(size):
-    """Either before the report, which tells of it, or when ranks compare, since the module seems to have changed."""
-    failing, told = run_ranks(2, hiding_buffer_fails, size)
+def test_a_buffer_that_fails_at_any_look_at_it_is_told(size, replaced):
+    """Either before the report, which tells of it, or when ranks compare, since the module has changed or seems so."""
+    failing, told = run_ranks(2, hiding_buffer_fails, size, replaced)
     nothing = type(None)
     amid = (ArithmeticError, False, nothing), (PeerError, False, nothing)
     compared = (AgreementError, True, ArithmeticError), (AgreementError, True, nothing)
+    renewed = (ArithmeticError, False, nothing), (AgreementError, True, nothing)
     assert len(failing) == len(told) > 2
-    assert set(zip(failing, told, strict=True)) == ({amid, compared} if size == 4 else {amid})
+    expected = {compared, renewed} if replaced else {amid, compared} if size == 4 else {amid}
+    assert set(zip(failing, told, strict=True)) == expected
 
 
 class Uncopied(torch.Tensor):

@@ -10,8 +10,10 @@ from torch.distributed.algorithms.join import Join
 
 import lockstep
 from ddp_reference import both, ddp_class
+from lockstep.errors import AgreementError
 from processes import run_processes
 from small_modules import one_weight
+from tensor_classes import Hiding
 from threaded import count_collectives
 
 
@@ -142,3 +144,30 @@ def after(rank, how):
 @pytest.mark.parametrize("how", ["join()", "Join", "join() that raised"])
 def test_after_join_forward_does_not_communicate(how):
     assert run_processes(2, after, how) == [(0, 1.5, 1.5), (0, 1.5, 1.0)]
+
+
+def hiding_buffer_fails(rank):
+    """An error at each look at a buffer when all batches are done, until none comes: what is raised."""
+    inner = one_weight()
+    inner.register_buffer("kept", Hiding(torch.full((4,), rank.rank, dtype=torch.int8), torch.ones(1)))
+    model = lockstep.DistributedDataParallel(inner)
+    raised = []
+    while True:
+        try:
+            with model.join():
+                for _ in range(1 + rank.rank):
+                    model(torch.ones(1, 1)).sum().backward()
+                inner.kept.left = len(raised) if rank.rank == 1 else None
+        except (AgreementError, ArithmeticError) as error:
+            raised.append((type(error), "not again" in str(error)))
+            inner.kept.left = None
+        else:
+            return raised
+
+
+def test_what_fails_at_the_end_is_told():
+    """Rank 1, which has ended last, cannot send its values."""
+    told, failing = run_processes(2, hiding_buffer_fails)
+    assert len(told) > 0
+    assert told == [(AgreementError, True)] * len(told)
+    assert failing == [(ArithmeticError, True)] * len(told)

@@ -302,7 +302,10 @@ def test_a_failure_of_a_second_module_leaves_the_first_alone():
     run_ranks(2, call)
 
 
-def test_a_module_is_not_taken_over_by_a_call_that_fails(monkeypatch):
+@pytest.mark.parametrize(
+    "outer", [lambda module: module, lambda module: nn.ModuleList([module])], ids=["itself", "part"]
+)
+def test_a_module_is_not_taken_over_by_a_call_that_fails(outer, monkeypatch):
     """Rank 1 fails when rank 0 has attached another reducer to the module already."""
     real = RankState.set_requires_sync
 
@@ -319,7 +322,7 @@ def test_a_module_is_not_taken_over_by_a_call_that_fails(monkeypatch):
         before = state(module, rank)
         calling.append(rank)
         with pytest.raises((Injected, AgreementError)):
-            by_wrapper(nn.ModuleList([module]), rank)
+            by_wrapper(outer(module), rank)
         calling.remove(rank)
         assert_same(before, state(module, rank), [])
         check_means(module, rank)
