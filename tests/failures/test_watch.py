@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import time
 import weakref
 
@@ -70,6 +71,29 @@ def goes_on_after_the_watch(rank):
 
 def test_the_group_goes_on_after_a_watch_in_which_nobody_failed():
     assert run_processes(2, goes_on_after_the_watch) == [2.0, 2.0]
+
+
+def one_step_more(rank):
+    model = lockstep.replicate(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with lockstep.watch():
+            for _ in range(3):
+                model(torch.ones(1, 1)).sum().backward()
+                if rank.rank == 1:
+                    optimizer.step()
+    except lockstep.errors.PeerError as error:
+        return type(error), str(error).partition(":")[0], "ranks 0 and 1 are not in the same step" in str(error)
+
+
+def test_what_all_ranks_raise_is_no_waiting_in_vain():
+    """The first one tells the other of its error, which has the same one."""
+    kinds, texts, named = zip(*run_processes(2, one_step_more), strict=True)
+    assert named == (True, True)
+    assert set(kinds) <= {lockstep.errors.PeerError, lockstep.errors.PeerFailure}
+    for here, (kind, text) in enumerate(zip(kinds, texts, strict=True)):
+        told = rf"rank {here} stops, because rank {1 - here} failed .*, in backward"
+        assert re.fullmatch(told if kind is lockstep.errors.PeerFailure else f"rank {here}", text)
 
 
 def fail(_):

@@ -32,7 +32,7 @@ from lockstep.distributed.comm.collectives import (
     resolve_group,
     watch_group,
 )
-from lockstep.errors import OptionError, PeerFailure
+from lockstep.errors import OptionError, PeerError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
 from lockstep.failures.failure import Failure, Kind, chain, follows_from_another, of_exception, peer_failure_in
@@ -193,6 +193,9 @@ class Watch:
             return None
         if (known := channel.explain(error)) is not None:
             return known
+        if any(isinstance(each, PeerError) for each in chain(error)):  # all ranks raise it: they have heard each other
+            channel.report(own)
+            return None
         # It waited for others until its time-out. That is not its own failure, but that of the rank that did not come.
         *_, cause = chain(error)  # the error of the group itself
         gist = str(cause).partition("\n")[0]
