@@ -242,7 +242,7 @@ def _text(value: bytes | str) -> str:
 def _lost(seconds: float) -> StoreLostError:
     return StoreLostError(
         f"the store at which the ranks meet does not answer within {seconds:g} s: its host is cut off, or its process "
-        "is stopped"
+        "has ended or is stopped"
     )
 
 

@@ -39,7 +39,8 @@ LEFT_SECONDS = 1.0
 """Seconds that a rank waits for one that has left in good order, before that is an error."""
 LEFT_EARLY = (
     "if its data has ended earlier, loop over run.batches(loader), which gives equally many to all ranks; if it has "
-    "stopped, let all stop together by run.agree(flag)"
+    "left out a batch that raised an error, leave it out on all ranks by run.skip_on(...); if it has stopped, let all "
+    "stop together by run.agree(flag)"
 )
 UNKNOWN_END = (
     "it may have failed, which its own output tells; an error that leaves `with lockstep.session():` or `with "
