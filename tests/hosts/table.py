@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hosts.network import missing
-from hosts.trials import PAUSE, Plan, Told, run
+from hosts.trials import BETWEEN, PAUSE, Plan, Told, run
 
 LINK, STALL = 20.0, 60.0  # seconds: what a session has by itself
 
@@ -26,7 +26,11 @@ ROWS = [
     ("the host with the store is cut off", [Plan((1, 1, 1), "cable", 0, "gloo"), Plan((2, 2, 1), "cable", 0)]),
     ("the network between two hosts fails", [Plan((2, 2), "cable", 1), Plan((2, 2), "cable", 0, "gloo")]),
     (
-        "the same under `torchrun`",
+        "the network between two of several hosts fails",
+        [Plan((1, 1, 1), BETWEEN, 0, other=1), Plan((2, 2, 1, 1), BETWEEN, 1, "gloo", other=3)],
+    ),
+    (
+        "a cable is pulled, under `torchrun`",
         [Plan((2, 2), "cable", 1, launcher="torchrun"), Plan((1, 1, 1), "cable", 0, "gloo", launcher="torchrun")],
     ),
     ("packets to a host are lost, not those from it", [Plan((1, 1, 1), "input", 1), Plan((2, 2), "input", 0, "gloo")]),
@@ -72,6 +76,8 @@ def names(plan: Plan, told: list[Told]) -> str:
     between = any("or the network between them" in each.message for each in told)
     if between:
         return "both hosts and the network between them"
+    if all("so that the network between" in each.message for each in told):
+        return "the network between the two"
     if all(each.named == plan.victim for each in told) and plan.failure in ("kill", "stop", "raise"):
         return "the rank"
     return "the host and its ranks" if hosts == {plan.victim} else f"HOSTS {sorted(hosts)}"
