@@ -869,6 +869,21 @@ def test_a_replica_that_ends_without_coming_is_named():
     assert run(lambda: share("layer", 1)) == [[1, 1]] * 2  # nothing is left of it
 
 
+def test_a_replica_that_handles_the_error_of_a_meeting_goes_on_in_its_turn():
+    side_by_side = threading.Barrier(2)
+
+    def meet(i):
+        share("layer", i)
+        if i == 0:
+            return
+        with pytest.raises(ReplicaError):
+            share("another", i)
+        with pytest.raises(threading.BrokenBarrierError):  # the first one waits in vain, which breaks it for the second
+            side_by_side.wait(0.1)
+
+    parallel_apply([meet] * 3, range(3))
+
+
 def test_a_meeting_inside_a_forward():
     class Mean(nn.Module):
         def forward(self, x):
