@@ -24,6 +24,8 @@ DIFFERENT = [
     (1, 1.0),
     (1, True),
     ([1, [2]], [[1], 2]),
+    ([[1], 2], [[1, 2]]),
+    ({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}),
     ([1, 2], (1, 2)),
     (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
     (torch.zeros(2, 3), torch.zeros(3, 2)),

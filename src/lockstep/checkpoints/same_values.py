@@ -31,6 +31,8 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(plain.view(-1).view(torch.uint8).numpy())
         return
     digest.update(type(value).__name__.encode())
+    if isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):
+        digest.update(str(len(value)).encode())
     if isinstance(value, Mapping):
         for key in sorted(value, key=repr):
             digest.update(repr(key).encode())
@@ -38,7 +40,6 @@ def _add(digest: Any, value: Any) -> None:
     elif isinstance(value, set | frozenset):
         digest.update(repr(sorted(map(repr, value))).encode())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        digest.update(str(len(value)).encode())
         for each in value:
             _add(digest, each)
     elif isinstance(value, int | float | complex | str | bytes | bool | None):
