@@ -18,6 +18,7 @@ EQUAL = [
     ([torch.tensor(float("nan"))], [torch.tensor(float("nan"))]),
     ("x" * 100, "x" * 100),
     (torch.tensor(1 + 2j).conj(), torch.tensor(1 - 2j)),
+    (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
 ]
 DIFFERENT = [
     (3, 4),
@@ -36,6 +37,12 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("one", "other"), EQUAL)
 def test_equal_values_are_told_alike(one, other):
+    assert told(one) == told(other)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_tensor_is_told_by_its_class():
+    one, other = (torch.quantize_per_tensor(value, 0.1, 0, torch.qint8) for value in (torch.ones(2), torch.zeros(3)))
     assert told(one) == told(other)
 
 
