@@ -9,9 +9,10 @@ others keep what their own forward has set there, until somebody else sets it: a
 replica is on its device and has its rows.
 """
 
-import operator
 import types
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import Module
 
 from lockstep.compiler import is_compiled, recompile, recompiled
 from lockstep.errors import NotReplicableError
-from lockstep.local.contents import changed_names, differing_dicts
+from lockstep.local.contents import Contents, changed_names, differing_dicts
 from lockstep.local.module_copy import CACHE, HOOKS, SLOTS, FormerParameters, ModuleCopy, is_scripted, scripted_names
 from lockstep.local.translation import Translation, is_plain, leads, opens
 from lockstep.tree import slot_members
@@ -49,15 +50,22 @@ class Attributes:
         ]
         self._kept: dict[int, set[str]] = {}
         self._may_lead: dict[int, list[str]] = {}
+        self._new: list[list[_Attributes]] = [[{} for _ in self._modules] for _ in copies]
+        """What every module of a copy gets at each use, before values that lead into the network are replaced."""
         self._then = self._taken()
-        self._tables = _tables(self._then)
+        self._find_tables()
         for index, attributes in enumerate(self._then):
-            self._look_at(index)
-            if attributes.get(_COMPILED) is not None:
-                self._compile(index)
+            self._look_at(index, compiled=attributes.get(_COMPILED) is not None)
 
     def _taken(self) -> list[_Attributes]:
-        return [vars(module).copy() for module in self._modules]
+        """Copy what the network's modules have now."""
+        taken = [vars(module).copy() for module in self._modules]
+        self._contents = Contents(taken)
+        return taken
+
+    def _find_tables(self) -> None:
+        self._places = [(i, name) for i, own in enumerate(self._then) for name in _TABLES if name in own]
+        self._tables = [self._then[i][name] for i, name in self._places]
 
     # What the network has #
 
@@ -76,20 +84,26 @@ class Attributes:
 
     def _changes(self) -> dict[int, set[str]]:
         """Return the names of the attributes that were set or deleted since the last call, by number of the module."""
+        if not self._contents.differ(list(map(vars, self._modules))):
+            return {}
         now, then = self._taken(), self._then
         self._then = now
         changes = {index: changed_names(now[index], then[index]) for index in differing_dicts(now, then)}
         for index, names in changes.items():
-            self._look_at(index)
-            if _COMPILED in names:
-                self._compile(index)
+            self._look_at(index, compiled=_COMPILED in names)
         if any(not names.isdisjoint(_TABLES) for names in changes.values()):
-            self._tables = _tables(now)
+            self._find_tables()
         return changes
 
-    def _look_at(self, index: int) -> None:
-        """Find the attributes of a module that may lead into the network."""
-        found = [n for n, value in self._then[index].items() if n not in _OF_NO_FORWARD and _may_lead(value)]
+    def _look_at(self, index: int, *, compiled: bool) -> None:
+        """Prepare what the copies of a module get, and find the attributes that may lead into the network."""
+        if compiled:
+            self._compile(index)
+        now = self._then[index]
+        for new, own in zip(self._new, self._own, strict=True):
+            new[index] = now | own[index]
+            new[index].pop(CACHE, None)
+        found = [n for n, value in now.items() if n not in _OF_NO_FORWARD and _may_lead(value)]
         self._may_lead.pop(index, None)
         if found:
             self._may_lead[index] = found
@@ -113,30 +127,29 @@ class Attributes:
         leading = self._leading()
         for number, copy in enumerate(self._copies):
             translate = Translation(copy.counterparts(self._all) if tables or leading or self._members else {})
-            given = [now | own for now, own in zip(self._then, self._own[number], strict=True)]
+            given = self._new[number].copy()
             for index, name, value in leading:
-                given[index][name] = _own_value(translate, value, type(self._modules[index]), name)
+                given[index] = given[index] | {name: _own_value(translate, value, type(self._modules[index]), name)}
             for index, name, table in tables:
                 own = translate(table)
-                given[index][name] = table.copy() if own is table else own
+                given[index] = given[index] | {name: table.copy() if own is table else own}
             self._set(self._rows[number], given, translate)
             for index in self._scripted:
                 _follow_script(self._all[index], copy.modules[index])
 
     def _set(self, row: list[Module], given: list[_Attributes], translate: Translation) -> None:
         for index, names in self._kept.items():
-            _keep(names, vars(row[index]), given[index])
-        for module, attributes in zip(row, given, strict=True):
-            attributes.pop(CACHE, None)
-            object.__setattr__(module, "__dict__", attributes)  # at once: another thread may run the module
+            given[index] = _kept(names, vars(row[index]), given[index])
+        replace = map(object.__setattr__, row, repeat("__dict__"), map(dict.copy, given))
+        deque(replace, maxlen=0)  # all of a module's at once: another thread may run it
         for index, members in self._members:
             _copy_members(members, self._modules[index], row[index], translate)
 
     def _filled_tables(self) -> list[tuple[int, str, Any]]:
         """Return the network's tables of hooks that are not empty, usually none, with their modules and names."""
-        if not any(map(_THIRD, self._tables)):
+        if not any(self._tables):
             return []
-        return [each for each in self._tables if each[2]]
+        return [(*place, table) for place, table in zip(self._places, self._tables, strict=True) if table]
 
     def _leading(self) -> list[tuple[int, str, Any]]:
         """Return the attributes that lead into the network: the numbers of their modules, their names and values."""
@@ -146,13 +159,6 @@ class Attributes:
             return []
         known = self._copies[0].counterparts(self._all)
         return [each for each in candidates if leads(each[2], known)]
-
-
-_THIRD = operator.itemgetter(2)
-
-
-def _tables(attributes: list[_Attributes]) -> list[tuple[int, str, Any]]:
-    return [(i, name, own[name]) for i, own in enumerate(attributes) for name in _TABLES if name in own]
 
 
 def _own_attributes(module: Module, copy: Module) -> _Attributes:
@@ -190,13 +196,10 @@ def _own_value(translate: Translation, value: Any, owner: type, name: str) -> An
         ) from None
 
 
-def _keep(names: Iterable[str], old: _Attributes, new: _Attributes) -> None:
-    """Leave attributes as a replica's forward has left them."""
-    for name in names:
-        if name in old:
-            new[name] = old[name]
-        else:
-            new.pop(name, None)
+def _kept(names: set[str], old: _Attributes, new: _Attributes) -> _Attributes:
+    """Return new attributes, with some as a replica's forward has left them."""
+    given = {name: value for name, value in new.items() if name not in names}
+    return given | {name: old[name] for name in names if name in old}
 
 
 def _copy_members(

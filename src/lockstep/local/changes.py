@@ -28,8 +28,10 @@ class StructureSnapshot:
         self._types = list(map(type, modules))
         self._scripted = [m for m in modules if is_scripted(m)]
         owners = [(slot, vars(m)[slot]) for m in modules if not is_scripted(m) for slot in SLOTS]
-        self._fixed = Contents(d for slot, d in owners if slot != "_buffers")
-        self._buffers = [d for slot, d in owners if slot == "_buffers"]
+        self._empty = [d for _, d in owners if not d]
+        self._fixed = [d for slot, d in owners if d and slot != "_buffers"]
+        self._contents = Contents(self._fixed)
+        self._buffers = [d for slot, d in owners if d and slot == "_buffers"]
         self._buffer_state = self._of_buffers()
         self._script_state = [_script_slots(m) for m in self._scripted]
 
@@ -41,7 +43,8 @@ class StructureSnapshot:
         """Return True if anything was added, removed or replaced (other tensors as buffers do not count)."""
         return (
             not all(map(operator.is_, map(type, self._modules), self._types))
-            or self._fixed.changed()
+            or any(self._empty)
+            or self._contents.differ(self._fixed)
             or self._of_buffers() != self._buffer_state
             or not all(map(_alike, map(_script_slots, self._scripted), self._script_state))
         )

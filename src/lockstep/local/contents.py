@@ -6,7 +6,6 @@ from itertools import chain
 from typing import Any
 
 _flatten = chain.from_iterable
-_values = operator.methodcaller("values")
 
 
 def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
@@ -18,9 +17,6 @@ def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
 def differing_dicts(now: list[dict[str, Any]], then: list[dict[str, Any]]) -> list[int]:
     """Return the numbers of the dictionaries whose names or values (by identity), or their order, are not as in their
     copies."""
-    same_names = list(map(len, now)) == list(map(len, then)) and list(_flatten(now)) == list(_flatten(then))
-    if same_names and all(map(operator.is_, _flatten(map(_values, now)), _flatten(map(_values, then)))):
-        return []
     return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if _differ(one, other)]
 
 
@@ -34,24 +30,20 @@ def changed_names(now: dict[str, Any], then: dict[str, Any]) -> set[str]:
 
 
 class Contents:
-    """The names and values of a number of dictionaries."""
+    """The names and values that a number of dictionaries have at present."""
 
-    def __init__(self, dictionaries: Iterable[dict[str, Any]]) -> None:
-        everything = list(dictionaries)
-        self._empty = [d for d in everything if not d]
-        self._dicts = [d for d in everything if d]
-        self._sizes = list(map(len, self._dicts))
-        self._names = list(_flatten(self._dicts))
-        self._values = list(_flatten(map(_values, self._dicts)))
+    def __init__(self, dictionaries: list[dict[str, Any]]) -> None:
+        self._sizes = list(map(len, dictionaries))
+        self._names = list(_flatten(dictionaries))
+        self._values = list(_flatten(map(dict.values, dictionaries)))
 
-    def changed(self) -> bool:
+    def differ(self, dictionaries: list[dict[str, Any]]) -> bool:
         """Return True if any dictionary has other names or objects, or another order, than when this was made."""
         try:
             return (
-                any(self._empty)
-                or list(map(len, self._dicts)) != self._sizes
-                or list(_flatten(self._dicts)) != self._names
-                or not all(map(operator.is_, _flatten(map(_values, self._dicts)), self._values))
+                list(map(len, dictionaries)) != self._sizes
+                or list(_flatten(dictionaries)) != self._names
+                or not all(map(operator.is_, _flatten(map(dict.values, dictionaries)), self._values))
             )
         except RuntimeError:  # another thread is changing one
             return True

@@ -4,6 +4,8 @@ Attributes are set at each use (:mod:`~lockstep.local.attributes`).
 """
 
 import copy
+import operator
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -44,7 +46,7 @@ def check_replicable(network: Module) -> None:
 class ModuleCopy:
     """One copy of a network: :attr:`root`, and its modules in the same order as the network's.
 
-    It is complete after :meth:`bind` has put tensors into all slots and
+    It is complete after :func:`put` has put tensors into all slots and
     :class:`~lockstep.local.attributes.Attributes` has set the attributes.
     """
 
@@ -63,10 +65,9 @@ class ModuleCopy:
                 vars(shell)["_modules"] = {name: copies.get(id(child)) for name, child in children}
         self._slots = {kind: [_slots(module, kind) for module in self.modules] for kind in ("_parameters", "_buffers")}
 
-    def bind(self, slots: Iterable[TensorSlot], tensors: Iterable[torch.Tensor | None]) -> None:
-        """Put tensors into slots."""
-        for (kind, index, name), tensor in zip(slots, tensors, strict=True):
-            self._slots[kind][index][name] = tensor
+    def holders(self, slots: Iterable[TensorSlot]) -> list[Any]:
+        """Return the dictionary, or what takes its place, that each slot is in."""
+        return [self._slots[kind][index] for kind, index, _ in slots]
 
     def counterparts(self, originals: Sequence[Module]) -> dict[int, Any]:
         """Return what this copy has in place of the network's modules, parameters and buffers, by their ids."""
@@ -78,6 +79,11 @@ class ModuleCopy:
             if tensor is not None
         }
         return tensors | self._of_modules
+
+
+def put(holders: Iterable[Any], names: Iterable[str], tensors: Iterable[torch.Tensor | None]) -> None:
+    """Put tensors into slots."""
+    deque(map(operator.setitem, holders, names, tensors), maxlen=0)
 
 
 class FormerParameters(Mapping[str, torch.Tensor]):

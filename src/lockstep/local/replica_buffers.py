@@ -5,18 +5,20 @@ graph may have saved. A frozen parameter needs no copy on the network's device: 
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from lockstep.inner_tensors import copied, is_ordinary
 from lockstep.local.checks import require_on
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
 from lockstep.local.functions import link
-from lockstep.local.module_copy import ModuleCopy, TensorSlot
+from lockstep.local.module_copy import ModuleCopy, TensorSlot, put
 
 
 class ReplicaBuffers:
@@ -37,7 +39,6 @@ class ReplicaBuffers:
         cap_bytes: int,
     ) -> None:
         self._network = network
-        self._copies = copies
         self._devices = devices
         self._source = source
         self._first_shares = first_shares
@@ -47,6 +48,7 @@ class ReplicaBuffers:
         self._slots = [*buffers, *others]
         self._names = [name for _, _, name in self._slots]
         self._holders = [getattr(modules[index], kind) for kind, index, _ in self._slots]
+        self._targets = [copy.holders(self._slots) for copy in copies]
         self._sort(self._now())
 
     def refresh(self, *, grad: bool) -> None:
@@ -54,14 +56,16 @@ class ReplicaBuffers:
         now = self._now()
         if not identical(now, self._found):
             self._sort(now)
-        if not self._sources or not self._copies:
-            return
-        linking = [grad and t.requires_grad for t in self._sources]
-        rows = self._plain_copies([t for t, link in zip(self._sources, linking, strict=True) if not link])
-        if any(linking):
-            self._link(rows, linking)
-        for copy, row in zip(self._copies, rows, strict=True):
-            copy.bind(self._slots, [None if i is None else row[i] for i in self._order])
+        linking = [i for i, t in enumerate(self._sources) if t.requires_grad] if grad else []
+        plain = [t for t in self._sources if not t.requires_grad] if linking else self._sources
+        rows: Iterable[Iterable[Tensor]] = self._plain_copies(plain)
+        if linking:
+            rows = self._linked([list(row) for row in rows], linking)
+        for holders, row in zip(self._targets, rows, strict=True):
+            put(holders, self._names, row if len(self._sources) == len(now) else self._for_slots(list(row)))
+
+    def _for_slots(self, row: list[Tensor]) -> list[Tensor | None]:
+        return [None if i is None else row[i] for i in self._order]
 
     def _now(self) -> list[Tensor | None]:
         return list(map(operator.getitem, self._holders, self._names))
@@ -71,40 +75,50 @@ class ReplicaBuffers:
         self._found = found
         self._sources = list({id(t): t for t in found if t is not None}.values())
         # These are copied one by one, with class and attributes.
-        self._alone = {id(t) for t in self._sources if not is_ordinary(t)}
+        self._alone = {id(t) for t in self._sources if type(t) is not Tensor or not is_ordinary(t)}
+        slots = zip(self._slots, found, strict=True)
+        self._in_parameter_slots = {id(t) for (kind, *_), t in slots if kind == "_parameters" and t is not None}
         numbers = {id(t): i for i, t in enumerate(self._sources)}
         self._order = [None if t is None else numbers[id(t)] for t in found]
         if any(t.device != self._source for t in self._sources):
             require_on(self._network, self._source)
 
-    def _plain_copies(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """Return new tensors for every copy; as in PyTorch, a first replica shares those on the network's device."""
+    def _plain_copies(self, tensors: list[Tensor]) -> Iterator[Iterable[Tensor]]:
+        """Make new tensors for every copy; as in PyTorch, a first replica shares those on the network's device."""
+        alone = self._alone.union(map(id, compress(tensors, map(vars, tensors))))
+        packed = [t for t in tensors if id(t) not in alone] if alone else tensors
         away = [device for device in self._devices if device != self._source]
-        packed = [tensor for tensor in tensors if id(tensor) not in self._alone]
         arrived = iter(broadcast_coalesced(packed, away, self._cap_bytes) if away else ())
-        rows: list[list[Tensor]] = []
         for number, device in enumerate(self._devices):
-            if device == self._source:
-                shares = number == 0 and self._first_shares
-                rows.append([self._on_source(tensor, shares=shares) for tensor in tensors])
-            else:
-                sent = iter(next(arrived))
-                rows.append([copied(t, device) if id(t) in self._alone else next(sent) for t in tensors])
-        return rows
+            shares = number == 0 and self._first_shares and device == self._source
+            made: Iterable[Tensor] = _clones(packed) if device == self._source else next(arrived)
+            if shares:
+                made = [t.detach() if t.requires_grad else t for t in packed]
+            if alone:
+                packed_ones = iter(made)
+                made = [self._one(t, device, shares) if id(t) in alone else next(packed_ones) for t in tensors]
+            yield made
 
-    def _on_source(self, tensor: Tensor, *, shares: bool) -> Tensor:
-        if isinstance(tensor, Parameter) and tensor.is_leaf and not tensor.requires_grad:
-            return tensor
-        if shares:
-            return tensor if id(tensor) in self._alone else tensor.detach()
-        return copied(tensor, self._source)
+    def _one(self, tensor: Tensor, device: torch.device, shares: bool) -> Tensor:
+        frozen = id(tensor) in self._in_parameter_slots and tensor.is_leaf and not tensor.requires_grad
+        return tensor if device == self._source and (shares or frozen) else copied(tensor, device)
 
-    def _link(self, rows: list[list[Tensor]], linking: list[bool]) -> None:
+    def _linked(self, rows: list[list[Tensor]], indices: list[int]) -> list[list[Tensor]]:
         """Insert differentiable copies of the tensors that need a gradient between the plain copies of the others."""
-        indices = [i for i, link in enumerate(linking) if link]
         tensors = [self._sources[i] for i in indices]
         copies = broadcast_coalesced(tensors, self._devices, self._cap_bytes)
         for place, index in enumerate(indices):  # each on its own: one that is not used gets no gradient, nor its hooks
             linked = link([row[place].detach() for row in copies], [0], [tensors[place]])
             for row, tensor in zip(rows, linked, strict=True):
                 row.insert(index, tensor)
+        return rows
+
+
+def _clones(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Copy tensors, a few at a time: Python would look for garbage if thousands were made before the old ones go."""
+    batches = (tensors[i : i + _BATCH] for i in range(0, len(tensors), _BATCH))
+    return chain.from_iterable(map(_clone_all, batches))
+
+
+_BATCH = 256
+_clone_all: Callable[[list[Tensor]], Iterable[Tensor]] = getattr(torch, "_foreach_clone", partial(map, Tensor.clone))

@@ -17,7 +17,7 @@ since reading them takes as long.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress, count
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from lockstep.digests import Digests
 from lockstep.inner_tensors import inner_tensors, is_plain, like
 from lockstep.local.comm import fill, pack, unpack
 from lockstep.local.functions import link
-from lockstep.local.module_copy import ModuleCopy, TensorSlot
+from lockstep.local.module_copy import ModuleCopy, TensorSlot, put
 from lockstep.tensor_state import Change, TensorSnapshot
 
 
@@ -232,18 +232,17 @@ class ReplicaParameters:
         self._bound = rows
         for copy, tensors in zip(self._copies, self._bound.rows, strict=True):
             in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
-            copy.bind(self._slots, in_slots)
+            put(copy.holders(self._slots), [name for _, _, name in self._slots], in_slots)
         return True
 
     def _take_attributes(self, wanted: "_Rows") -> None:
         """Give the copies' parameters the attributes that the network's have now."""
-        for number, own in enumerate(map(vars, self._parameters)):
-            if own or number in wanted.with_attributes:
-                wanted.with_attributes.add(number)
-                for row in wanted.rows:
-                    attributes = vars(row[number])
-                    attributes.clear()
-                    attributes.update(own)
+        wanted.with_attributes.update(compress(count(), map(vars, self._parameters)))
+        for number in wanted.with_attributes:
+            for row in wanted.rows:
+                attributes = vars(row[number])
+                attributes.clear()
+                attributes.update(vars(self._parameters[number]))
 
     @property
     def bound(self) -> bool:
