@@ -5,10 +5,8 @@ accumulation or ``zero_grad(set_to_none=False)`` works in place and nothing has 
 autograd has allocated, after ``zero_grad()``, is copied in once. While a bucket is being sent its parameters have no
 gradient, so that a late one cannot be added to memory that is being sent.
 
-A :class:`FlatBucket` has many gradients, side by side. They are copied in together when all have come, or, if they are
-many, in parts, each when it is complete and still in the processor's cache (``tests/gradients/test_copied_early.py``).
-A large gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are reduced where autograd has put
-them.
+A :class:`FlatBucket` has many gradients, side by side. They are copied in together when all have come. A large
+gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are reduced where autograd has put them.
 """
 
 import operator
@@ -17,15 +15,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lockstep.buckets import plan_buckets
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.gradients import Empty, GradientMemory
+from lockstep.distributed.reduction.gradients import Empty, GradientMemory, GradientSnapshot
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket, travels_in_half
 from lockstep.dtensors import is_dtensor, like_parameter, local_part
@@ -51,19 +48,6 @@ class CopiedIn(NamedTuple):
     """The elements behind the gradients that carry the report; empty if this bucket does not carry it."""
 
 
-class BucketPart(NamedTuple):
-    """Gradients of a bucket that are copied together. It does not refer to the bucket, whose memory is freed with the
-    last reference to it."""
-
-    positions: range
-    """The positions of its parameters among those of the bucket."""
-    indices: tuple[int, ...]
-    """The parameters, by number; the gradient of the last one is expected to be the last to come."""
-    parameters: Sequence[Parameter]
-    has_trigger: bool
-    """True if the gradients are handled as soon as all have come, before the end of backward."""
-
-
 class GradientBucket(ABC):
     """One bucket of the plan, in use; subclasses differ in where the gradients lie while they are sent."""
 
@@ -85,18 +69,8 @@ class GradientBucket(ABC):
         self._parameters = [member.parameter for member in members]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._devices = [parameter.device for parameter in self._parameters] if torch.accelerator.is_available() else ()
-        cut = self._cut()
-        self.parts = [
-            BucketPart(
-                each,
-                planned.indices[each.start : each.stop],
-                self._parameters[each.start : each.stop],
-                len(cut) > 1 or not waits,
-            )
-            for each in cut
-        ]
-        self.complete: list[BucketPart] = []
-        """The parts of which it was noticed, while backward runs, that all gradients have come."""
+        self.is_full = False
+        """True if it was noticed, while backward runs, that all gradients have come."""
         self._scale = 1.0
         self._reduces_copies = False
         self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
@@ -115,17 +89,13 @@ class GradientBucket(ABC):
         """Return True if any of its parameters has a gradient now."""
         return any(map(is_not, map(_grad_of, self._parameters), repeat(None)))
 
-    def _cut(self) -> list[range]:
-        """Return the positions of the parameters in each part: the gradients of a part are waited for together."""
-        return [range(len(self.members))]
-
     def open(self, scale: float) -> None:
         """Begin a round, in which gradients are multiplied by ``scale`` before they are summed, except those that
         travel in half precision: they are divided after they have been summed (``comm/half_precision.py``)."""
         self._scale = scale if self.half is None else 1.0
         self._unused.clear()
         self._reduces_copies = False
-        self.complete.clear()
+        self.is_full = False
 
     def has_given(self, grads: Sequence[Tensor | None]) -> bool:
         """Return True if ``grads``, those of all parameters by number, are those that this bucket has given them in its
@@ -137,18 +107,16 @@ class GradientBucket(ABC):
         could still be written into its memory."""
         self._reduces_copies = True
 
-    @property
-    def is_full(self) -> bool:
-        """True if it was noticed, while backward runs, that all gradients have come."""
-        return len(self.complete) == len(self.parts)
-
-    def part_is_complete(self, part: BucketPart, grads: list[Any]) -> None:
-        """Note that all gradients of a part have come, which are ``grads``."""
-        self.complete.append(part)
+    def note_gradients(self, snapshot: GradientSnapshot) -> int | None:
+        """Note that the bucket is full if all gradients have come since the ``snapshot``; else return the parameter, by
+        number, that is expected last of those without one."""
+        missing = snapshot.missing(self.planned.indices, list(map(_grad_of, self._parameters)))
+        self.is_full = not missing
+        return missing[-1] if missing else None
 
     @abstractmethod
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
-        """Take the gradients from the parameters, except for those that were copied early.
+        """Take the gradients from the parameters.
 
         ``used``: for each parameter, True if it has got a gradient since the last round; None: all have. The ``.grad``
         of the others is reduced, too, but they get it back unchanged if no other rank has used the parameter either.
@@ -308,12 +276,6 @@ def accept_into(gradients: Tensor, summed: Tensor) -> None:
         gradients.copy_(summed.view_as(gradients))
 
 
-PART_BYTES = 512 * 1024
-"""Number of bytes of gradients that are copied into their bucket together, as they come: they are in the processor's
-cache then, and backward makes the next gradients in the memory that they leave. A smaller bucket is copied as a whole.
-"""
-
-
 class FlatBucket(GradientBucket):
     """Gradients that live side by side in one flat tensor."""
 
@@ -332,10 +294,6 @@ class FlatBucket(GradientBucket):
         super().__init__(index, planned, members, waits, half)
         self._extra = extra
         self._indices = planned.indices
-        self._copied: list[BucketPart] = []
-        """The parts whose gradients have been copied while backward runs, so that the parameters have no ``.grad``."""
-        self._copies_early: bool | None = False
-        """True if complete parts are copied while backward runs; None before the first one."""
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
 
     @property
@@ -348,65 +306,12 @@ class FlatBucket(GradientBucket):
         given = self._memory.now.grads
         return bool(given) and all(map(operator.is_, map(grads.__getitem__, self._indices), given))
 
-    def _cut(self) -> list[range]:
-        """Return parts of ``PART_BYTES`` or a little more. On an accelerator there is one part: copies run
-        asynchronously there."""
-        on_cpu = self.members[0].spec.device.type == "cpu"
-        if not (on_cpu and self._plain) or self.planned.layout.nbytes <= PART_BYTES:
-            return super()._cut()
-        parts: list[range] = []
-        begin = nbytes = 0
-        for position, member in enumerate(self.members):
-            nbytes += member.spec.nbytes
-            if nbytes >= PART_BYTES or position == len(self.members) - 1:
-                parts.append(range(begin, position + 1))
-                begin, nbytes = position + 1, 0
-        return parts
-
-    def open(self, scale: float) -> None:
-        """See :meth:`GradientBucket.open`."""
-        super().open(scale)
-        self._copied.clear()
-        self._copies_early = None if len(self.parts) > 1 else False
-
-    def part_is_complete(self, part: BucketPart, grads: list[Any]) -> None:
-        """See :meth:`GradientBucket.part_is_complete`; copies the part, except in unusual cases, which :meth:`copy_in`
-        handles."""
-        self.complete.append(part)
-        if self._copies_early is not False and not torch.is_grad_enabled():  # copies would have a graph
-            if self._copies_early is None:
-                self._copies_early = self._memory.claim_early(list(map(_grad_of, self._parameters)))
-            if self._copies_early:
-                self._copy_part(part, grads)
-
-    def _copy_part(self, part: BucketPart, grads: list[Any]) -> None:
-        begin, end = part.positions.start, part.positions.stop
-        views = self._memory.now.views[begin:end]
-        try:
-            if len(grads) == 1 and self._scale != 1:
-                torch.mul(grads[0], self._scale, out=views[0])
-            else:
-                torch._foreach_copy_(views, grads)
-                if self._scale != 1:
-                    slots = self.planned.layout.slots
-                    last = slots[end].offset if end < len(slots) else None
-                    self._memory.now.gradients[slots[begin].offset : last].mul_(self._scale)
-        except RuntimeError:  # a sparse gradient, or one of another shape: copy_in handles it
-            return
-        deque(map(setattr, part.parameters, repeat("grad"), repeat(None)), maxlen=0)
-        self._copied.append(part)
-
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
         """See :meth:`GradientBucket.copy_in`; the report's row, behind the gradients, is not scaled."""
         self._check_unchanged()
         grads: list[Tensor | None] = list(map(_grad_of, self._parameters))
         memory = self._memory
-        if self._copied:
-            all_copied = len(self._copied) == len(self.parts)
-            if used is None and all_copied and all(map(operator.is_, grads, repeat(None))):
-                return CopiedIn(memory.now.flat, row=memory.now.row)
-            return self._copy_rest(grads, memory.in_place(grads), used)
-        inside = memory.in_place(grads) if self._copies_early else memory.claim(grads)
+        inside = memory.claim(grads)
         if used is not None and not all(map(used.__getitem__, self._indices)):
             self._keep_all_unused(grads, inside, used)
         deque(map(setattr, self._parameters, repeat("grad"), repeat(None)), maxlen=0)
@@ -420,25 +325,6 @@ class FlatBucket(GradientBucket):
             memory.now.gradients.mul_(factor)
             factor = 1.0
         return CopiedIn(memory.now.flat, factor, undefined, memory.now.row)
-
-    def _copy_rest(
-        self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int] | None
-    ) -> CopiedIn:
-        """Copy and scale the gradients that were not copied early; add gradients that came later to the early ones."""
-        copied = {i for part in self._copied for i in part.positions}
-        rest = [i for i in range(len(grads)) if i not in copied]
-        again = [i for i in sorted(copied) if grads[i] is not None]
-        if used is not None and not all(map(used.__getitem__, self._indices)):
-            self._keep_all_unused(grads, inside, used)
-        deque(map(setattr, self._parameters, repeat("grad"), repeat(None)), maxlen=0)
-        undefined = self._copy_some(grads, inside, rest)
-        views = self._memory.now.views
-        if rest and self._scale != 1:
-            torch._foreach_mul_([views[i] for i in rest], self._scale)
-        for i in again:
-            taken = self.members[i].take(cast("Tensor", grads[i]))
-            views[i].add_(taken.to_dense() if taken.is_sparse else taken, alpha=self._scale)
-        return CopiedIn(self._memory.now.flat, 1.0, undefined, self._memory.now.row)
 
     def _copy_some(self, grads: Sequence[Tensor | None], inside: Sequence[bool], positions: Sequence[int]) -> list[int]:
         """Copy the gradients at ``positions``, unless they are in place already, and clear the places of missing ones;
@@ -524,17 +410,14 @@ class BucketsInUse:
         """All buckets, in launch order."""
         self.of: list[GradientBucket | None] = [None] * len(parameters)
         """The bucket of each parameter; None for a parameter without one."""
-        self.part_of: list[BucketPart | None] = [None] * len(parameters)
-        """The part of a bucket that each parameter belongs to; None for a parameter without a bucket."""
         for number, each in enumerate(planned):
             extra = report_numel if number == len(planned) - 1 else 0
             members = [parameters[index] for index in each.indices]
             waits = bool(extra) or plan.waits_for_end(each)
             bucket = make_bucket(number, each, members, waits, extra, empty, half)
             self.in_order.append(bucket)
-            for part in bucket.parts:
-                for index in part.indices:
-                    self.of[index], self.part_of[index] = bucket, part
+            for index in each.indices:
+                self.of[index] = bucket
         self.labels = [f"bucket {number + 1} of {len(planned)}" for number in range(len(planned))]
         """The name of each bucket in messages and profiles."""
         self.report_bucket = self.in_order[-1] if report_numel else None
@@ -543,7 +426,6 @@ class BucketsInUse:
         """The parameters that have no bucket."""
         self.all_used = bytes((1,)) * len(parameters)
         """One byte for each parameter, all set: compared with the flags of used parameters."""
-        self.parts = [part for bucket in self.in_order for part in bucket.parts]
 
     def not_given(self, grads: Sequence[Tensor | None]) -> list[int]:
         """Return the numbers of parameters whose gradients, of ``grads``, may not be those that their bucket has given

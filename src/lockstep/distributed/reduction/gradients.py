@@ -167,7 +167,7 @@ class GradientMemory:
             return self._none_inside
         if self._is_unused(memory, current):
             return self._none_inside
-        inside = self.in_place(current)
+        inside = self._in_place(current, memory.views)
         whole = False not in inside
         if whole and all(map(operator.is_, current, memory.grads)):
             return inside
@@ -191,25 +191,8 @@ class GradientMemory:
             and self._are_grads_in_place(memory)
         )
 
-    def claim_early(self, current: Sequence[Tensor | None]) -> bool:
-        """Prepare the memory while gradients still come; return False if that has to wait, because one of ``current``
-        is or was in this memory, and backward may still add to it there."""
-        if self.now is _NO_MEMORY:
-            former, _ = self._left or (None, 0)
-            dense = [local_part(grad) for grad in current if grad is not None and not grad.is_sparse]
-            if former is not None and any(grad.untyped_storage()._cdata == former.cdata for grad in dense):
-                return False
-            self._left = None
-            self._allocate()
-            return True
-        return True not in self.claim(list(current))
-
-    def in_place(self, current: Sequence[Tensor | None]) -> list[bool]:
-        """Return which of the gradients are in this memory, each in its own place: the same memory, shape and
-        strides."""
-        return self._in_place(current, self.now.views)
-
     def _in_place(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> list[bool]:
+        """Return which of the gradients are in the memory of their views: the same memory, shape and strides."""
         if self._has_dtensors:
             grads = [None if grad is None else local_part(grad) for grad in grads]
         try:

@@ -12,7 +12,7 @@ backward that synchronises, each runs once for every parameter that any rank has
 (even where the parameter was not used), so that replicas stay equal. Copies and pickles of a parameter have no hooks.
 
 The reducer finds gradients without hooks when a pass is over (``engine.py``). A *trigger* lets it look earlier: in each
-part of a bucket, the parameter whose gradient came last in an earlier backward has one.
+bucket, the parameter whose gradient came last in an earlier backward has one.
 
 Hooks refer to their reducer weakly, since the garbage collector does not see references held by hooks.
 """

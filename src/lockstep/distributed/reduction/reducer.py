@@ -5,8 +5,8 @@ file:
 
 1. *note* - a backward pass begins: the reducer records the present gradients (``gradients.py``) and new parameters of
    the module, and decides whether this backward synchronises.
-2. *fill* - while backward runs, triggers (``managed_parameters.py``) look whether all gradients of a part of a bucket
-   have come. A full bucket is launched at once if all before it have been: every rank sends the same buckets in the
+2. *fill* - while backward runs, triggers (``managed_parameters.py``) look whether all gradients of a bucket have come.
+   A full bucket is launched at once if all before it have been: every rank sends the same buckets in the
    same order, whatever order its gradients come in. The first trigger opens the round.
 3. *look* - the pass has ended: the reducer finds which gradients have changed. A pass that does not synchronise ends
    here.
@@ -218,7 +218,7 @@ class Reducer:
     # ------------------------------------------------------------------------------------ fill
 
     def _place_triggers(self) -> None:
-        """Put triggers on the parameters whose gradients are expected last in their part, or on all as long as the
+        """Put triggers on the parameters whose gradients are expected last in their bucket, or on all as long as the
         order is not known."""
         self._remove_triggers()
         buckets = self.common.buckets
@@ -226,7 +226,7 @@ class Reducer:
         if self.common.plan.observes:
             numbers = [member.index for member in self.parameters]
         else:
-            numbers = [part.indices[-1] for part in buckets.parts if part.has_trigger]
+            numbers = [each.planned.indices[-1] for each in buckets.in_order if not each.waits_for_end]
         for number in numbers:
             self._put_trigger(number)
 
@@ -251,7 +251,7 @@ class Reducer:
                 elif watched.synchronises and self.rank_state.padding_batch is None:
                     self._open(watched)
             if self._round is not None:
-                self._round.part_triggered(index, self._open_passes[-1].snapshot)
+                self._round.bucket_triggered(index, self._open_passes[-1].snapshot)
 
     def _open(self, watched: "_OpenPass") -> None:
         """Open the round of a pass that has reached the module."""
@@ -261,7 +261,7 @@ class Reducer:
         self._open_round(watched.is_expected)
 
     def _move_trigger(self, before: int, number: int) -> None:
-        """Move a trigger: the gradient of another parameter was the last one of its part."""
+        """Move a trigger: the gradient of another parameter was the last one of its bucket."""
         if before in self._triggers.on and self._triggers.buckets is self.common.buckets:
             remove_trigger(self._triggers.on.pop(before))
             self._put_trigger(number)

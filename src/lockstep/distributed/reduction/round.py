@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gat
 from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket, reduce_late
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.gradients import GradientSnapshot, KeptGradient, find_kept, grad_of, write_back
+from lockstep.distributed.reduction.gradients import GradientSnapshot, KeptGradient, find_kept, write_back
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
@@ -29,8 +28,6 @@ from lockstep.distributed.reduction.status import Status
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
-
-_is_full = attrgetter("is_full")
 
 
 class RoundState(IntEnum):
@@ -104,28 +101,22 @@ class Round:
 
     # ------------------------------------------------------------------------ filling: gradients come
 
-    def part_triggered(self, index: int, snapshot: GradientSnapshot) -> None:
-        """Handle the gradient of the parameter that is expected to be the last one of its part: launch what is full if
-        the whole part has come since the ``snapshot``; else the trigger is to move."""
-        bucket, part = self.buckets.of[index], self.buckets.part_of[index]
-        if bucket is None or part is None or part in bucket.complete or bucket.index < self.next_bucket:
+    def bucket_triggered(self, index: int, snapshot: GradientSnapshot) -> None:
+        """Handle the gradient of the parameter that is expected to be the last one of its bucket: if all gradients have
+        come since the ``snapshot``, launch what is full; else the trigger is to move."""
+        bucket = self.buckets.of[index]
+        if bucket is None or bucket.is_full:
             return  # it has come again
-        grads = list(map(grad_of, part.parameters))
-        missing = snapshot.missing(part.indices, grads)
-        if missing:
-            self.moved_triggers[index] = missing[-1]  # in the order of the plan
+        missing = bucket.note_gradients(snapshot)
+        if missing is None:
+            self.launch_ready_buckets()
         else:
-            bucket.part_is_complete(part, grads)
-            if bucket.is_full:
-                self.launch_ready_buckets()
+            self.moved_triggers[index] = missing
 
     def with_taken(self, came: Sequence[int]) -> Sequence[int]:
-        """Return the gradients that ``came``, and those that have been taken before the pass has ended."""
-        count = len(self._used)
-        if not self.buckets.unbucketed and all(map(_is_full, self.buckets.in_order)):
-            return [*range(count), *(position for position in came if position >= count)]
-        taken = {index for bucket in self.buckets.in_order for part in bucket.complete for index in part.indices}
-        return sorted(taken.union(came))
+        """Return the gradients that ``came``, and those that were taken before the pass has ended."""
+        taken = [index for bucket in self.buckets.in_order[: self.next_bucket] for index in bucket.planned.indices]
+        return list({*taken, *came}) if taken else came
 
     def launch_ready_buckets(self) -> None:
         """Launch all full buckets that are next in the order, without waiting: another rank may be at another module.
