@@ -10,12 +10,12 @@ from torch.autograd import Function
 
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.reduction.engine import BackwardPass, current_pass
-from lockstep.distributed.reduction.graph import MEANS, MeanInPass, ReachableLeaves, mark_output, means_behind, reach_of
+from lockstep.distributed.reduction.engine import current_pass
+from lockstep.distributed.reduction.graph import MEANS, MeanInPass, ReachableLeaves, mark_output, reach_of
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.dtensors import like_parameter, local_part
-from lockstep.errors import AgreementError, CommunicationError, PeerError
+from lockstep.errors import CommunicationError, GradientError, PeerError
 from lockstep.phases import Phases
 
 
@@ -24,11 +24,12 @@ def mean_over_ranks(tensors: Tensor, process_group: Group | None = None) -> Tens
 @overload
 def mean_over_ranks(tensors: Sequence[Tensor], process_group: Group | None = None) -> tuple[Tensor, ...]: ...
 def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | None = None) -> Any:
-    """Return the mean over the ranks of a tensor, or of each of several; differentiable any number of times.
+    """Return the mean over the ranks of a tensor, or of each of several; differentiable once.
 
     ``torch.autograd.grad`` returns the gradients of this rank alone, even for a replicated module. This function
     averages them over the ranks. A loss may be built on the result: its backward averages the incoming gradients, so
-    that a replicated module gets the gradient of the mean of the ranks' losses.
+    that a replicated module gets the gradient of the mean of the ranks' losses. That backward has no graph: gradients
+    of the second order are possible, and those of higher orders are refused.
 
     Args:
         tensors: A tensor, or a sequence of tensors: floating or complex, of the same shapes and dtypes on every rank.
@@ -44,9 +45,9 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     have a graph on every rank, so that ``backward()`` goes through them everywhere.
 
     Raises:
-        AgreementError: Shapes, dtypes or the number of tensors differ between ranks, or the tensors' graphs go through
-            earlier means on some ranks only. Raised on every rank.
+        AgreementError: Shapes, dtypes or the number of tensors differ between ranks. Raised on every rank.
         CommunicationError: There is no group, or a rank does not answer.
+        GradientError: A pass through the means has ``create_graph=True`` (raised by that pass).
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -69,29 +70,14 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     lines = [Line("the number of tensors given to mean_over_ranks()", str(len(listed)))]
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
-    earlier = [each for each in means_behind(listed) if each.collectives.group is group] if has_graph else []
     modules = scheduler_of(group).modules.numbered()
     behind = _numbers_behind(listed, modules) if has_graph else []
-    graphs = check_same_on_all_ranks(lines, collectives, [len(earlier), *behind] if has_graph else [])
-    _check_earlier_means([row[0] if row else 0 for row in graphs], collectives)
-    joined = [torch.empty(0, requires_grad=True)] if any(graphs) else []
-    *means, _ = _Mean.apply(collectives, len(joined), *joined, *listed)
+    graphs = check_same_on_all_ranks(lines, collectives, [has_graph, *behind])
+    joined = torch.empty(0, requires_grad=True) if any(row[0] for row in graphs) else None
+    means: tuple[Tensor, ...] = _Mean.apply(collectives, joined, *listed) if listed else ()
     for number in sorted({number for row in graphs for number in row[1:]} & modules.keys()):
         _lead_to(modules[number], means[0])
-    return means[0] if isinstance(tensors, Tensor) else tuple(means)
-
-
-def _check_earlier_means(counts: Sequence[int], collectives: Collectives) -> None:
-    """Raise, on every rank, if a pass through the new means would reach earlier means on some ranks only."""
-    for rank, count in zip(collectives.global_ranks, counts, strict=True):
-        if count != counts[0]:
-            raise AgreementError(
-                f"mean_over_ranks() got tensors whose graph contains {counts[0]} earlier mean(s) over the ranks on "
-                f"rank {collectives.global_ranks[0]}, and {count} on rank {rank}. The backward of a mean is a "
-                "collective, which every rank has to run. If a gradient is constant on a rank, the graph there does "
-                "not lead to the earlier mean: pass gradient + 0 * parameter in place of each gradient "
-                "(0 * parameter where there is none), from the first order on"
-            )
+    return means[0] if isinstance(tensors, Tensor) else means
 
 
 def _numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, Reducer]) -> list[int]:
@@ -121,29 +107,20 @@ def _described(tensor: Any) -> str:
 
 
 class _Mean(Function):
-    """The mean of several tensors over the ranks; forward and backward are the same operation.
+    """The mean of several tensors over the ranks; the gradients of the backward are means, too.
 
-    The first ``linked`` tensors are empty. They give the function a graph on every rank, and link it to earlier means,
-    so that a pass through this one reaches those afterwards. The last output is empty as well: it links later means to
-    this one.
+    ``joined`` is an empty leaf that gives the function a graph on every rank if it has one on any.
     """
 
     @staticmethod
-    def forward(ctx: Any, collectives: Collectives, linked: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, collectives: Collectives, joined: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All-reduce the tensors."""
         ctx.set_materialize_grads(False)
-        links, tensors = tensors[:linked], tensors[linked:]
         parts = [local_part(tensor) for tensor in tensors]
         likes = [part.new_zeros(()).expand(part.shape) for part in parts]
         ctx.likes = [like_parameter(like, tensor) for like, tensor in zip(likes, tensors, strict=True)]
-        ctx.in_pass = MeanInPass(collectives, ctx.likes, links[0] if links else None)
-        ctx.to_links = [torch.empty_like(each) for each in links]  # gradients that only carry on the pass
-        means = list(tensors)
-        for number, mean in collectives.all_reduce_coalesced(parts, MEANS, 1 / collectives.world):
-            means[number] = like_parameter(torch.empty_like(parts[number]).copy_(mean), tensors[number])
-        handle = parts[0].new_empty(0) if parts else torch.empty(0)
-        ctx.save_for_backward(handle)
-        return *means, handle
+        ctx.in_pass = MeanInPass(collectives, ctx.likes, joined)
+        return _means(collectives, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -151,16 +128,19 @@ class _Mean(Function):
 
         Raises :class:`PeerError` if the pass has failed on another rank before.
         """
-        in_pass, this = ctx.in_pass, current_pass()
-        in_pass.taken_in = this
-        *given, _ = grads
-        whole = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(given, ctx.likes, strict=True)]
+        if torch.is_grad_enabled():  # with ``create_graph``
+            raise GradientError(
+                "a backward pass with create_graph=True goes through mean_over_ranks(), whose own backward has no "
+                "graph: means over the ranks are for gradients of the second order. Leave out create_graph=True in "
+                "this pass; for higher orders use torch.distributed.nn.functional.all_reduce(gradient) / world_size, "
+                "with the same graph on every rank"
+            )
+        in_pass = ctx.in_pass
+        in_pass.taken_in = current_pass()
+        whole = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, ctx.likes, strict=True)]
         first = local_part(whole[0])
-        flags = torch.tensor([False, *(grad is not None for grad in given)], dtype=first.dtype, device=first.device)
-        linked = _links(ctx, this) if torch.is_grad_enabled() else []  # enabled with ``create_graph``
-        *means, heard, handle = _Mean.apply(in_pass.collectives, len(linked), *linked, *whole, flags)
-        if linked and this is not None:
-            this.whole.means[in_pass.collectives.group] = handle
+        flags = torch.tensor([False, *(grad is not None for grad in grads)], dtype=first.dtype, device=first.device)
+        *means, heard = _means(in_pass.collectives, [*whole, flags])
         failed, *there = heard.tolist()
         if failed != failed:  # NaN
             raise PeerError(
@@ -169,15 +149,13 @@ class _Mean(Function):
                 "gradient has been handed out"
             )
         found = [mean if each else None for mean, each in zip(means, there, strict=True)]
-        return None, None, *ctx.to_links, *found
+        to_joined = None if in_pass.joined is None else torch.empty_like(in_pass.joined)
+        return None, to_joined, *found
 
 
-def _links(ctx: Any, this: BackwardPass | None) -> list[Tensor]:
-    """Return the tensors that a mean taken in a pass is linked to.
-
-    A leaf, so that it has a graph on every rank, the last mean taken in the pass, and the one whose backward it is.
-    """
-    collectives = ctx.in_pass.collectives
-    last = None if this is None else this.whole.means.get(collectives.group)
-    joined = torch.empty(0, device=collectives.device, requires_grad=True)
-    return [joined, *([] if last is None else [last]), *ctx.saved_tensors]
+def _means(collectives: Collectives, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the means of tensors over the ranks, in the strides and classes of the tensors."""
+    means, parts = list(tensors), [local_part(tensor) for tensor in tensors]
+    for number, mean in collectives.all_reduce_coalesced(parts, MEANS, 1 / collectives.world):
+        means[number] = like_parameter(torch.empty_like(parts[number]).copy_(mean), tensors[number])
+    return tuple(means)

@@ -56,7 +56,6 @@ class BackwardPass:
         "adds",
         "creates_graph",
         "is_step",
-        "means",
         "outer",
         "over",
         "thread",
@@ -75,8 +74,6 @@ class BackwardPass:
         """The thread that began it."""
         self.told: set[PassObserver] = set()
         """The observers that have been told of its end."""
-        self.means: dict[object, torch.Tensor] = {}
-        """With ``create_graph``: for each group, an output of the last mean over its ranks taken in this pass."""
         self.adds = given is None or bool(given.get("accumulate_grad"))
         """True if it accumulates into ``.grad``: ``backward()``, not ``torch.autograd.grad``."""
         self.creates_graph = given is not None and bool(given.get("create_graph"))
@@ -140,7 +137,6 @@ class BackwardPass:
         self._given = {}
         self._reach = None
         self.told.clear()
-        self.means.clear()
 
 
 def current_pass() -> BackwardPass | None:

@@ -112,20 +112,13 @@ def has_means() -> bool:
     return bool(_alive)
 
 
-def means_behind(outputs: Iterable[Any]) -> list[MeanInPass]:
-    """Return the means that a pass through these outputs takes, if it has no ``inputs``."""
-    if not _alive:
-        return []
-    return [each for node in _nodes(_edges(outputs)) if (each := _mean_of(node)) is not None]
-
-
 def joined_behind(given: dict[str, Any]) -> Sequence[Tensor]:
     """Return leaves to be added to the ``inputs`` of a pass, so that it reaches all means behind its outputs.
 
     On another rank these means may be on the way to the inputs.
     """
-    found = means_behind(given["tensors"])
-    return [each.joined for each in found if each.joined is not None]
+    found = map(_mean_of, _nodes(_edges(given["tensors"]))) if _alive else ()
+    return [each.joined for each in found if each is not None and each.joined is not None]
 
 
 def finish_means(given: dict[str, Any], this: object) -> None:
