@@ -372,23 +372,8 @@ def only_micro_batches(module, optimizer, loss):
     loss().backward()
 
 
-def sharpness_aware(module, optimizer, loss):
-    """Each rank perturbs its weights by its own gradient, and takes the gradient there."""
-    with module.no_sync():
-        loss().backward()
-    old = [p.detach().clone() for p in module.parameters()]
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(p.grad)
-    optimizer.zero_grad()
-    loss().backward()
-    for p, data in zip(module.parameters(), old, strict=True):
-        p.data = data
-    optimizer.step()
-
-
 class SharpnessAware(torch.optim.SGD):
-    """The same as an optimizer: its step begins with a gradient of this rank, and its closure synchronises."""
+    """Its step begins with a gradient of this rank, and its closure synchronises."""
 
     def step(self, closure):
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -403,7 +388,7 @@ class SharpnessAware(torch.optim.SGD):
         super().step()
 
 
-def sharpness_aware_in_one(module, optimizer, loss):
+def sharpness_aware(module, optimizer, loss):
     with module.no_sync():
         loss().backward()
     SharpnessAware(module.parameters(), lr=0.1).step(lambda: loss().backward())
@@ -433,7 +418,6 @@ def test_a_step_on_gradients_that_are_not_synchronised_is_told_at_once(step):
         ([True, True], step_with_a_closure),
         ([False, False, True], only_micro_batches),
         ([True, True, True], sharpness_aware),
-        ([True, True, True], sharpness_aware_in_one),
     ],
 )
 def test_steps_on_reduced_gradients_are_not(plan, step):

@@ -168,7 +168,8 @@ def test_a_new_run_has_the_history_of_no_other(tmp_path):
 
 
 def in_sessions(rank, port, folder):
-    """Sessions of the same processes, in which rank 1 fails at a batch of its own loader, or at a global batch."""
+    """Sessions of the same processes, in which rank 1 fails at a batch of its own loader, or at a global batch; and one
+    in which ranks ask for different things."""
     dist.destroy_process_group()
     memory.ROOT = folder
     be_launched(rank, port)
@@ -197,6 +198,8 @@ def in_sessions(rank, port, folder):
                         run.snapshot(folder / path, every=1, **state)
             except (KeyError, CrashLoopError, PeerFailure):
                 continue
+    with lockstep.session() as run, pytest.raises(AgreementError, match="ranks differ in give_up_after: 3 on rank 0"):
+        run.resume(folder, data=batches(), give_up_after=3 + rank.rank)
     return told
 
 
@@ -204,15 +207,3 @@ def test_ranks_agree_on_the_batch(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     of_shares, of_sampler = (3, tuple(samples_of(2))), (4, (13, 15))  # of the rank that has failed, on every rank
     assert run_processes(2, in_sessions, store.port, tmp_path) == [[of_shares, of_sampler]] * 2
-
-
-def differ(rank, port, folder):
-    dist.destroy_process_group()
-    be_launched(rank, port)
-    with lockstep.session() as run, pytest.raises(AgreementError, match=r"ranks differ in give_up_after: 3 on rank 0"):
-        run.resume(folder, data=batches(), give_up_after=3 + rank.rank)
-
-
-def test_ranks_that_do_not_agree(tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    run_processes(2, differ, store.port, tmp_path)
