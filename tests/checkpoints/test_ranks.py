@@ -49,7 +49,7 @@ def resume_what_is_torn(ranks, path):
 
 
 def resume_in_a_crash_loop(ranks, path):
-    CrashLoops(path, ranks, {}, 1, leaves_out=False).check(0)
+    CrashLoops(path, ranks, {}, 1).check(0)
 
 
 @pytest.mark.parametrize(
