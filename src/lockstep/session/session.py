@@ -305,7 +305,9 @@ class Session:
         """Write to the run's history the rank that failed first, as far as this rank knows."""
         peer = peer_failure_in(error)
         if peer is not None:
-            self._state.note_failure(peer.rank, peer.step, self.progress.in_batches, peer.reason)
+            known = None if self._watch.channel is None else self._watch.channel.failure
+            in_batches = self.progress.in_batches if known is None else known.in_batches
+            self._state.note_failure(peer.rank, peer.step, in_batches, peer.reason)
         elif isinstance(error, Exception):
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             self._state.note_failure(self.rank, self.step, self.progress.in_batches, why)
