@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lockstep.devices import CPU, direct_copy_works
 from lockstep.dtensors import is_dtensor, local_part
 from lockstep.errors import NotReplicableError
 
@@ -111,10 +112,8 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
 
     Attributes are shared; for another device, tensors in them are copied.
     """
-    if type(tensor) is Tensor and not vars(tensor):
-        return tensor.detach().to(device, copy=True)
     with nullcontext() if has_own_dispatch(tensor) else torch._C.DisableTorchFunctionSubclass():
-        made = tensor.detach().to(device, copy=True)
+        made = _sent(tensor.detach(), device)
     if not has_own_dispatch(tensor):
         made = made if type(tensor) is Tensor else like(made, tensor, requires_grad=False)
     elif isinstance(tensor, Parameter):
@@ -125,9 +124,15 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
     return made
 
 
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on a device, by way of the host where a direct one would have other values."""
+    via = device if direct_copy_works(tensor.device, device) else CPU
+    return tensor.to(via, copy=True).to(device)
+
+
 def _moved(attributes: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Copy attributes, with the tensors in them on another device; modules and code are shared."""
-    memo = {id(each): each.to(device) if isinstance(each, Tensor) else each for each in _leaves_of(attributes)}
+    memo = {id(each): _sent(each, device) if isinstance(each, Tensor) else each for each in _leaves_of(attributes)}
     moved: dict[str, Any] = copy.deepcopy(attributes, memo)
     return moved
 

@@ -15,6 +15,7 @@ from torch import nn
 from lockstep import DataParallel
 from lockstep.errors import NotReplicableError
 from lockstep.local import ReplicaSet
+from lockstep.local.attributes import Attributes
 from lockstep.local.translation import LIMIT, Translation, is_plain, leads
 
 CPU = torch.device("cpu")
@@ -260,6 +261,27 @@ def test_what_forward_deletes_is_gone_in_its_replica(devices, first):
         assert [hasattr(replica, "start") for replica in parallel._replicas.refresh()] == [False, False]
     network.start = True
     assert [hasattr(replica, "start") for replica in parallel._replicas.refresh()] == [True, True]
+
+
+def test_an_interrupted_look_at_attributes_is_repeated(monkeypatch):
+    """A change is not taken for known before every replica is prepared for it."""
+    replicas = ReplicaSet(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), [CPU] * 2)
+    replicas.refresh()
+    prepare, numbers = Attributes._prepare, []
+
+    def interrupted(self, index, *args, **kwargs):
+        numbers.append(index)
+        if len(numbers) == 2:
+            raise KeyboardInterrupt
+        prepare(self, index, *args, **kwargs)
+
+    monkeypatch.setattr(Attributes, "_prepare", interrupted)
+    for layer in replicas.network:
+        layer.scale = 2.0
+    with pytest.raises(KeyboardInterrupt):
+        replicas.refresh()
+    for replica in replicas.refresh():
+        assert [layer.scale for layer in replica] == [2.0, 2.0]
 
 
 def test_hooks_that_a_replica_registers_are_gone_at_the_next_use(devices, first):

@@ -20,10 +20,12 @@ from lockstep.devices import (
     warn_if_unbalanced,
 )
 from lockstep.errors import DeviceError, LengthError
+from lockstep.inner_tensors import copied
 from lockstep.local import comm
 from lockstep.local.functions import Broadcast, Gather, Scatter
 from lockstep.local.scatter_gather import move
 from processes import output_of
+from tensor_classes import Attributed
 
 CPU = torch.device("cpu")
 
@@ -205,6 +207,7 @@ CALLS = {
     "Broadcast": lambda: Broadcast.apply([1], on("sim:0", 1.0, 2.0))[0],
     "Scatter": lambda: Scatter.apply([1], None, 0, on("sim:0", 1.0, 2.0))[0],
     "Gather": lambda: Gather.apply(1, 0, on("sim:0", 1.0), on("sim:0", 2.0)),
+    "copied": lambda: copied(Attributed(on("sim:0", 1.0, 2.0)), torch.device("sim:1")).as_subclass(torch.Tensor),
     "move": lambda: move([on("sim:0", 1.0, 2.0)], 1)[0],
 }
 

@@ -102,10 +102,17 @@ def test_frozen_parameters_of_any_class_on_other_devices(sim):
             assert second.weight.state.absmax.tolist() == [7.0, 7.0]
 
 
-@pytest.mark.parametrize("kind", ["packed", "attributed"])
+BUFFERS = {
+    "packed": lambda: Packed(torch.ones(2, 2, dtype=torch.int8), torch.ones(())),
+    "attributed": lambda: torch.ones(2).as_subclass(Attributed),
+    "parameter": lambda: nn.Parameter(torch.ones(2), requires_grad=False),
+    "plain": lambda: torch.ones(2),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
 def test_buffers_keep_their_class_and_attributes(kind):
-    table = Packed(torch.ones(2, 2, dtype=torch.int8), torch.ones(()))
-    network = Sees(nn.Parameter(torch.ones(1)), table if kind == "packed" else torch.ones(2).as_subclass(Attributed))
+    network = Sees(nn.Parameter(torch.ones(1)), BUFFERS[kind]())
     network.table.origin = "here"
     for replica in replicate(network, ["cpu"] * 2):
         assert type(replica.table) is type(network.table)

@@ -52,20 +52,16 @@ class Attributes:
         self._may_lead: dict[int, list[str]] = {}
         self._new: list[list[_Attributes]] = [[{} for _ in self._modules] for _ in copies]
         """What every module of a copy gets at each use, before values that lead into the network are replaced."""
-        self._then = self._taken()
-        self._find_tables()
-        for index, attributes in enumerate(self._then):
-            self._look_at(index, compiled=attributes.get(_COMPILED) is not None)
+        now = [vars(module).copy() for module in modules if not is_scripted(module)]
+        for index, attributes in enumerate(now):
+            self._prepare(index, attributes, compiled=attributes.get(_COMPILED) is not None)
+        self._note(now)
 
-    def _taken(self) -> list[_Attributes]:
-        """Copy what the network's modules have now."""
-        taken = [vars(module).copy() for module in self._modules]
-        self._contents = Contents(taken)
-        return taken
-
-    def _find_tables(self) -> None:
-        self._places = [(i, name) for i, own in enumerate(self._then) for name in _TABLES if name in own]
-        self._tables = [self._then[i][name] for i, name in self._places]
+    def _note(self, now: list[_Attributes]) -> None:
+        """Record what the network's modules have now; the copies have been prepared for it."""
+        self._then, self._contents = now, Contents(now)
+        self._places = [(i, name) for i, attributes in enumerate(now) for name in _TABLES if name in attributes]
+        self._tables = [now[i][name] for i, name in self._places]
 
     # What the network has #
 
@@ -86,20 +82,17 @@ class Attributes:
         """Return the names of the attributes that were set or deleted since the last call, by number of the module."""
         if not self._contents.differ(list(map(vars, self._modules))):
             return {}
-        now, then = self._taken(), self._then
-        self._then = now
+        now, then = [vars(module).copy() for module in self._modules], self._then
         changes = {index: changed_names(now[index], then[index]) for index in differing_dicts(now, then)}
         for index, names in changes.items():
-            self._look_at(index, compiled=_COMPILED in names)
-        if any(not names.isdisjoint(_TABLES) for names in changes.values()):
-            self._find_tables()
+            self._prepare(index, now[index], compiled=_COMPILED in names)
+        self._note(now)  # last: after an interruption the changes are found again
         return changes
 
-    def _look_at(self, index: int, *, compiled: bool) -> None:
+    def _prepare(self, index: int, now: _Attributes, *, compiled: bool) -> None:
         """Prepare what the copies of a module get, and find the attributes that may lead into the network."""
         if compiled:
-            self._compile(index)
-        now = self._then[index]
+            self._compile(index, now.get(_COMPILED))
         for new, own in zip(self._new, self._own, strict=True):
             new[index] = now | own[index]
             new[index].pop(CACHE, None)
@@ -108,9 +101,8 @@ class Attributes:
         if found:
             self._may_lead[index] = found
 
-    def _compile(self, index: int) -> None:
+    def _compile(self, index: int, compiled: Any) -> None:
         """Compile the copies of a module that was compiled in place."""
-        compiled = self._then[index].get(_COMPILED)
         for row, owns in zip(self._rows, self._own, strict=True):
             owns[index].pop(_COMPILED, None)
             if compiled is not None:

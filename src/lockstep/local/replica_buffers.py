@@ -72,7 +72,6 @@ class ReplicaBuffers:
 
     def _sort(self, found: list[Tensor | None]) -> None:
         """Record the tensors in the slots, each once, and the slots that each is in."""
-        self._found = found
         self._sources = list({id(t): t for t in found if t is not None}.values())
         # These are copied one by one, with class and attributes.
         self._alone = {id(t) for t in self._sources if type(t) is not Tensor or not is_ordinary(t)}
@@ -82,6 +81,7 @@ class ReplicaBuffers:
         self._order = [None if t is None else numbers[id(t)] for t in found]
         if any(t.device != self._source for t in self._sources):
             require_on(self._network, self._source)
+        self._found = found
 
     def _plain_copies(self, tensors: list[Tensor]) -> Iterator[Iterable[Tensor]]:
         """Make new tensors for every copy; as in PyTorch, a first replica shares those on the network's device."""
