@@ -207,3 +207,41 @@ def test_ranks_agree_on_the_batch(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     of_shares, of_sampler = (3, tuple(samples_of(2))), (4, (13, 15))  # of the rank that has failed, on every rank
     assert run_processes(2, in_sessions, store.port, tmp_path) == [[of_shares, of_sampler]] * 2
+
+
+class LateBatches(lockstep.shares.GlobalBatches):
+    """Waits for the other ranks before the first batch."""
+
+    def __iter__(self):
+        dist.barrier()
+        yield from super().__iter__()
+
+
+def fails_first(rank, port, folder):
+    """From the second start on, rank 1 fails in its first batch, before rank 0, on another host, has begun any."""
+    dist.destroy_process_group()
+    memory.ROOT = folder / f"host {rank.rank}"
+    memory.ROOT.mkdir()
+    be_launched(rank, port)
+    for start in range(4):
+        late = start and rank.rank == 0
+        data = LateBatches(ROWS, batch_size=4, shares=2) if late else batches()
+        try:
+            with lockstep.session() as run:
+                run.resume(folder / "run", data=data)
+                for batch in run.batches(data):
+                    if batch.number == 2 and rank.rank == 1:
+                        raise KeyError("bad batch")
+                    run.agree(False)
+                    list(batch)
+                    run.snapshot(folder / "run", every=1, data=data)
+        except CrashLoopError as error:
+            return error.samples
+        except (KeyError, PeerFailure):
+            continue
+    return None
+
+
+def test_the_batch_of_a_rank_that_fails_before_others_have_begun_one(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    assert run_processes(2, fails_first, store.port, tmp_path) == [tuple(samples_of(2))] * 2
