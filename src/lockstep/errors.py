@@ -116,6 +116,8 @@ class PeerError(LockstepError, RuntimeError):
 class PeerFailure(PeerError, CommunicationError):
     """Another rank failed, was killed, left, or makes no progress; raised on every rank except that one.
 
+    Ranks that wait for each other in different calls raise it all; ``rank`` is then the first of them.
+
     The message contains everything. For programs: ``rank``, ``step`` (of that rank, counted as
     :attr:`lockstep.Session.step`; None if unknown), ``phase``, ``reason`` (one line), ``traceback`` (of the exception
     that rank raised, as text; None if it raised none) and ``stacks`` (of its threads; None if unknown).

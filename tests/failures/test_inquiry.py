@@ -11,6 +11,7 @@ import torch
 from lockstep.errors import OptionError
 from lockstep.failures.failure import Kind
 from lockstep.failures.hosts import unreachable
+from lockstep.failures.program_lines import program_frame
 from lockstep.failures.progress import Progress
 from lockstep.failures.stacks import Frame, Thread, own_stack
 from lockstep.failures.stall import (
@@ -22,7 +23,6 @@ from lockstep.failures.stall import (
     collective_of,
     compiles,
     late,
-    program_frame,
     stalled,
     waited_in_vain,
 )

@@ -11,9 +11,9 @@ from typing import Any
 
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
+from lockstep.failures.program_lines import program_frame
 from lockstep.failures.progress import Snapshot, pages_of
 from lockstep.failures.stacks import SECONDS, Stacks, Thread, ask
-from lockstep.failures.stall import program_frame
 
 DESCRIPTION = """
 Print the progress of each rank of a run, and the Python stacks of its process, even in an endless loop, a deadlock, a

@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep import network
 from lockstep.errors import CommunicationError, InspectionError, PeerFailure
+from lockstep.failures.calls import Calls
 from lockstep.failures.connections import silent_peers
 from lockstep.failures.failure import GIVEN_UP, Failure, FailureLog, Kind, peer_failure_in
 from lockstep.failures.hosts import WITNESSES, Hosts
@@ -98,6 +99,8 @@ class FailureChannel:
         self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
         self.on("reach", self.hosts.asked)
         self.on("reached", self.hosts.answered)
+        self._calls = Calls(self.rank, self.tell)
+        self.on("call", self._calls.hear)
         self._tries_links = threading.Lock()
         self._left_at = 0.0
         self._process = os.getpid()
@@ -167,6 +170,10 @@ class FailureChannel:
         if self.progress.current_phase in PHASES_OF_A_STEP:
             self.progress.current_phase = phase
 
+    def compare_calls(self, key: str, what: str, ranks: Collection[int]) -> str:
+        """Return in words which collectives some ranks were in: see :meth:`Calls.compare`."""
+        return self._calls.compare(key, what, ranks)
+
     # ------------------------------------------------------------------------------- what is known
 
     def check(self) -> None:
@@ -181,7 +188,7 @@ class FailureChannel:
         if self.left and time.monotonic() > max(since, self._left_at) + LEFT_SECONDS:
             gone = min((rank for rank in self.left if rank in ranks and rank != self.rank), default=None)
             if gone is not None:
-                self.report(self._missed(self.left[gone]))
+                self.report(self.missed(self.left[gone]))
                 self.check()
 
     def error(self) -> PeerFailure:
@@ -201,7 +208,7 @@ class FailureChannel:
             while self.failure is None and not self.left and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
         if self.failure is None and self.left and not isinstance(error, PeerFailure):
-            self.report(self._missed(self.left[min(self.left)]))
+            self.report(self.missed(self.left[min(self.left)]))
         return self.error() if self.failure is not None else None
 
     def when_failed(self, callback: Callable[[Failure], object]) -> None:
@@ -240,14 +247,14 @@ class FailureChannel:
         """Call ``handler`` with each message of a kind, from the channel's thread."""
         self._handlers[kind] = handler
 
-    def _missed(self, left: Failure) -> Failure:
-        """Return what is wrong if a rank has ``left`` and this one still needs it: how far both have come."""
+    def missed(self, left: Failure, waits: str = "") -> Failure:
+        """Return what is wrong if a rank has ``left`` and this one still needs it: how far both have come, and who
+        ``waits`` where, if that is known."""
         own = self.progress.read()
-        if not (left.step or own.step):
-            return left
         counted = "batches begun" if own.in_batches else "optimizer steps made"
         how_far = f"{counted} are {left.step} on rank {left.rank} and {own.step} on rank {own.rank}, in {own.phase} now"
-        return replace(left, what="; ".join(filter(None, (how_far, left.what))))
+        what = "; ".join(filter(None, (how_far if left.step or own.step else "", left.what)))
+        return replace(left, what="\n".join(filter(None, (what, waits))))
 
     # ------------------------------------------------------------------------------------------ the end
 

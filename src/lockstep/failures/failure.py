@@ -13,7 +13,7 @@ from enum import StrEnum
 from traceback import format_exception, format_exception_only
 from typing import Any
 
-from lockstep.errors import CommunicationError, PeerError, PeerFailure, StalledError
+from lockstep.errors import AgreementError, CommunicationError, PeerError, PeerFailure, StalledError
 from lockstep.failures.progress import Snapshot, phase_of, where
 from lockstep.store import BoundedStore, StoreLostError
 from lockstep.texts import LONGEST_HEADLINE, shortened
@@ -38,6 +38,8 @@ class Kind(StrEnum):
     """It is alive and makes no progress."""
     UNREACHABLE = "unreachable"
     """Its host, or the network to it, is down."""
+    DEADLOCKED = "deadlocked"
+    """It waits for ranks that wait for it, in different collectives; ``what`` says which, and is the whole message."""
     GAVE_UP = "gave up"
     """It has waited for others in vain, and no rank knows which of them is at fault."""
     ABSENT = "absent"
@@ -69,6 +71,8 @@ class Failure:
     @property
     def summary(self) -> str:
         """The failure in one sentence: ``rank 1 failed at step 12, in forward: ValueError: bad value``."""
+        if self.kind is Kind.DEADLOCKED:
+            return self.what
         parts = f"rank {self.rank}", _VERBS[self.kind], self._place
         return " ".join(filter(None, parts)) + (f": {self.what}" if self.what else "")
 
@@ -82,7 +86,7 @@ class Failure:
 
     def error(self, here: int) -> PeerFailure:
         """Return the error to raise on rank ``here``, which may be the failed rank itself if the others gave it up."""
-        if here == self.rank:
+        if here == self.rank and self.kind is not Kind.DEADLOCKED:
             why = "it made no progress" if self.kind is Kind.STALLED else "it could not be reached"
             return StalledError(
                 f"rank {here} was given up by the others, because {' '.join(filter(None, (why, self._place)))}: "
@@ -99,12 +103,14 @@ class Failure:
     def _fields(self) -> dict[str, Any]:
         """Return the attributes of the error that programs can read."""
         reason = self.what or _VERBS[self.kind]
+        if self.kind is Kind.DEADLOCKED:
+            reason = reason.partition("\n")[0]
         same = ("rank", "step", "phase", "traceback", "stacks")
         return {"reason": reason, **{name: getattr(self, name) for name in same}}
 
 
-GIVEN_UP = frozenset([Kind.STALLED, Kind.UNREACHABLE])
-"""The kinds that others report of a rank that may be alive."""
+GIVEN_UP = frozenset([Kind.STALLED, Kind.UNREACHABLE, Kind.DEADLOCKED])
+"""The kinds that are reported of a rank that may be alive, and is told, too."""
 
 _VERBS = {
     Kind.RAISED: "failed",
@@ -113,6 +119,7 @@ _VERBS = {
     Kind.UNCLOSED: "has ended its program without closing its session or watch, while others still needed it,",
     Kind.STALLED: "makes no progress",
     Kind.UNREACHABLE: "cannot be reached",
+    Kind.DEADLOCKED: "waits for ranks that wait for it",
     Kind.GAVE_UP: "gave up waiting for the other ranks",
     Kind.ABSENT: "did not come",
 }
@@ -196,7 +203,11 @@ def origin(error: BaseException) -> BaseException:
 
 
 def follows_from_another(error: BaseException) -> bool:
-    """Return True if an exception says, or may say, that another rank has failed rather than this one."""
+    """Return True if an exception says, or may say, that another rank has failed rather than this one.
+
+    Not one that all ranks raise, because they differ."""
+    if any(isinstance(each.__cause__, AgreementError) for each in chain(error)):
+        return False
     return any(isinstance(each, PeerError | CommunicationError) or _is_of_a_group(each) for each in chain(error))
 
 

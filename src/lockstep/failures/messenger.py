@@ -49,7 +49,7 @@ class Messenger:
         self._has_gone = has_gone
         self._look = look
         self._changed = threading.Condition()
-        self._heard: set[tuple[int, int]] = set()
+        self._heard: dict[int, int] = {}  # the last message of each rank: they come in order, from both sides
         self._said = 0
         self._to_send: list[Message] = []
         self._sending = self._closing = False
@@ -65,7 +65,6 @@ class Messenger:
         """Queue a message to all ranks, without waiting."""
         with self._changed:
             self._said += 1
-            self._heard.add((self._rank, self._said))
             self._to_send.append({"kind": kind, "id": [self._rank, self._said], **fields})
         self._wake_up()
 
@@ -148,9 +147,9 @@ class Messenger:
         """Receive a neighbour's messages, and pass them on; return True if the neighbour is gone."""
         messages, gone = neighbour.receive()
         for message in messages:
-            number = tuple(message["id"])
-            if number not in self._heard:
-                self._heard.add(number)
+            rank, number = message["id"]
+            if rank != self._rank and number > self._heard.get(rank, 0):
+                self._heard[rank] = number
                 for each in self._neighbours:
                     if each is not neighbour and each.is_open:
                         each.send(message)

@@ -84,6 +84,7 @@ def own_stack(ident: int) -> Thread | None:
     if frame is None:
         return None
     walked = [Frame(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)]
+    del frame  # of this function, if it is its own thread's: it would keep itself, and all objects of its callers
     return Thread(ident, "", tuple(walked[::-1]))
 
 

@@ -11,23 +11,20 @@ give them tables. Below them is the thread that asks (:class:`StallWatch`).
 """
 
 import statistics
-import sysconfig
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from lockstep.errors import InspectionError, OptionError
 from lockstep.failures import proc
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind
+from lockstep.failures.program_lines import OURS, STANDARD, TORCH, program_frame
 from lockstep.failures.progress import PHASES_OF_A_STEP, Snapshot, phase_of_files, where
-from lockstep.failures.stacks import Frame, Thread, ask, own_stack
+from lockstep.failures.stacks import Thread, ask, own_stack
 
 FIRST_STEPS = 5
 """Number of steps that have the longer limit of the start: kernels are chosen, caches filled, modules compiled."""
@@ -112,25 +109,14 @@ class Deadline:
 
 # -------------------------------------------------------------------------------------------------- what a stack says
 
-_STANDARD = sysconfig.get_path("stdlib")
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1])
-_WAITS = (f"{_TORCH}/distributed/", f"{_OURS}/shm/", f"{_OURS}/distributed/comm/collectives.py")
-_COMPILES = (f"{_TORCH}/_dynamo/convert_frame.py", f"{_TORCH}/_inductor/compile_fx.py")
-
-
-def program_frame(thread: Thread) -> Frame | None:
-    """Return the innermost frame of the program itself, not of Python's libraries, PyTorch or this library."""
-    for frame in reversed(thread.frames):
-        if not frame.file.startswith((_STANDARD, _TORCH, _OURS, "<")) and "site-packages" not in frame.file:
-            return frame
-    return None
+_WAITS = (f"{TORCH}/distributed/", f"{OURS}/shm/", f"{OURS}/distributed/comm/collectives.py")
+_COMPILES = (f"{TORCH}/_dynamo/convert_frame.py", f"{TORCH}/_inductor/compile_fx.py")
 
 
 def collective_of(thread: Thread) -> str:
     """Return the function of ``torch.distributed`` or this library in which a thread waits for others, or ""."""
     inner = [frame for frame in thread.frames if not frame.file.startswith("<")]
-    while inner and inner[-1].file.startswith(_STANDARD) and "site-packages" not in inner[-1].file:
+    while inner and inner[-1].file.startswith(STANDARD) and "site-packages" not in inner[-1].file:
         inner.pop()  # the lock or the socket that is waited for
     if not inner or not inner[-1].file.startswith(_WAITS):
         return ""

@@ -201,7 +201,7 @@ def _sums(
 
 def _raise_difference(lines: Sequence[Line], other: int, caller: str, collectives: Collectives) -> NoReturn:
     """Raise on all ranks, because rank ``other`` has given a different structure from the first rank; name both."""
-    told = objects_of([0, other], [Line(f"{caller}()", ""), *lines], f"what was given to {caller}()", collectives)
+    told = objects_of([0, other], [Line(f"{caller}()", ""), *lines], "what was given to mean() or total()", collectives)
     pairs = zip_longest(*told, fillvalue=Line("nothing", ""))
     mine, its = next((Line(*a), Line(*b)) for a, b in pairs if a != b)
     raise AgreementError(

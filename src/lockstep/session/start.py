@@ -226,6 +226,7 @@ def join(
         raise
     gloo = "gloo" in backends_of(dist.group.WORLD)
     attach(channel, dist.group.WORLD, connections if gloo else None)
+    watch.look_for_deadlocks()
     return Joined(watch, environment.local_rank or 0, device, backend)
 
 

@@ -25,16 +25,17 @@ from lockstep.distributed.comm.collectives import (
     Collectives,
     Group,
     backends_of,
-    begun_on,
     end_groups,
     forget_watcher,
     global_ranks,
     resolve_group,
+    sequence_number_on,
     watch_group,
 )
 from lockstep.errors import OptionError, PeerError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
+from lockstep.failures.deadlock_watch import DeadlockWatch
 from lockstep.failures.failure import Failure, Kind, chain, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
@@ -43,6 +44,7 @@ from lockstep.network import host_identity
 from lockstep.phases import Phases
 from lockstep.session.environment import LAUNCHERS
 from lockstep.session.step_counter import StepCounter
+from lockstep.session.waits_of_rank import WaitsOfRank
 
 END_SECONDS = 600.0
 """Seconds that a rank that is done waits for the others, to hear of their failures."""
@@ -74,6 +76,7 @@ class Watch:
         self._keeps_group = keeps_group
         self._resources = resources or contextlib.ExitStack()
         self._stalls: StallWatch | None = None
+        self._deadlocks: DeadlockWatch | None = None
         self._connections = connections or Connections()
         self._process = os.getpid()
         self._ended = False
@@ -97,6 +100,11 @@ class Watch:
         """
         assert self.channel is not None
         self._stalls = StallWatch(self.channel, limits, lambda: _begun(group()))
+
+    def look_for_deadlocks(self) -> None:
+        """From now on find ranks that wait for each other for ever; every rank has to call it."""
+        assert self.channel is not None
+        self._deadlocks = DeadlockWatch(self.channel, WaitsOfRank(self.channel))
 
     def count_steps(self) -> None:
         """Count the steps of the program's optimizers in this rank's page of progress, until the watch ends."""
@@ -155,6 +163,8 @@ class Watch:
         told = self._tell(channel, error)
         if self._stalls is not None:
             self._stalls.close()
+        if self._deadlocks is not None:
+            self._deadlocks.close()
         try:
             channel.announce_end(self._closed or error is not None)
             channel.wait_until_told()
@@ -297,6 +307,7 @@ def watch_over(
         this.end(error)
         raise
     this.look_for_stalls(weakref.ref(group), limits)
+    this.look_for_deadlocks()
     return this
 
 
@@ -321,7 +332,7 @@ def run_name(of_run: str) -> str:
 
 def _begun(group: Group | None) -> int | None:
     """Return the number of collectives that this rank has begun on a group, if the group exists and counts them."""
-    return None if group is None else begun_on(group)
+    return None if group is None else sequence_number_on(group)
 
 
 def attach(channel: FailureChannel, group: Group, connections: Connections | None = None) -> None:

@@ -216,7 +216,7 @@ class Shards:
 
     def _raise(self, what: str, failure: Exception | None) -> NoReturn:
         text = "" if failure is None else shortened(f"{type(failure).__name__}: {failure}", LONGEST_HEADLINE)
-        told = all_gather_object(text, f"error of the optimizer's {what}", self.collectives)
+        told = all_gather_object(text, "error of a sharded step", self.collectives)
         if failure is not None:
             raise failure
         rank = next(rank for rank, each in zip(self.collectives.global_ranks, told, strict=True) if each)
@@ -243,7 +243,7 @@ class Shards:
         problem = "" if cause is None else f"{type(cause).__name__}: {cause}"
         lines = self._describe(optimizer.param_groups, what, number is not None)
         told = all_gather_object(
-            [problem, text_digest(json.dumps(lines)), number], f"{what} of the optimizer", self.collectives
+            [problem, text_digest(json.dumps(lines)), number], "step of a sharded optimizer", self.collectives
         )
         if first_differing(told) is None and not problem:
             return

@@ -222,7 +222,6 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         if self._runtime.gloo is None:
             raise CommunicationError("the shm process group has been destroyed")
         self._runtime.peers.check_open()
-        self._begun += 1
         return self._runtime.gloo
 
 

@@ -10,6 +10,7 @@ no rank waits for it.
 """
 
 import json
+import zlib
 from collections.abc import Collection, Sequence
 from ctypes import string_at
 from typing import Any, NamedTuple, NoReturn
@@ -24,23 +25,31 @@ from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 from lockstep.inner_tensors import describe, is_plain
 
-_LENGTH_BYTES, _TEXT_BYTES = 8, 120
-"""Sizes in a rank's first message: the length of its text, and the text, or its digest if it is longer."""
+_WHAT_BYTES, _LENGTH_BYTES, _TEXT_BYTES = 4, 4, 120
+"""Sizes in a rank's first message: a checksum of what is gathered, the length of its text, and the text, or its digest
+if it is longer."""
 _BYTES_AT_ONCE = 4 << 20
 """Bytes of long texts sent at once, of all ranks together."""
+_HEAD_BYTES = _WHAT_BYTES + _LENGTH_BYTES
 
 
 def all_gather_object(value: Any, what: str, collectives: Collectives) -> list[Any]:
     """Return the values of all ranks, in rank order; equal values may be one object.
 
     Communicates one all-gather of 128 bytes from each rank. If values differ and some are longer, all-gathers of the
-    texts follow, 4 MiB of all ranks together each; a rank keeps one copy of equal texts.
+    texts follow, 4 MiB of all ranks together each; a rank keeps one copy of equal texts. ``what`` is the same on all
+    ranks, or they have made different calls, which they all raise.
     """
     text = json.dumps(value)
     data = text.encode()
     shown = data if len(data) <= _TEXT_BYTES else text_digest(text, bits=256).to_bytes(32)
-    heads = _all_gather(len(data).to_bytes(_LENGTH_BYTES) + shown.ljust(_TEXT_BYTES, b"\0"), what, collectives)
-    texts = {head: head[_LENGTH_BYTES : _LENGTH_BYTES + _length(head)] for head in heads}
+    of_what = zlib.crc32(what.encode()).to_bytes(_WHAT_BYTES)
+    own = of_what + len(data).to_bytes(_LENGTH_BYTES) + shown.ljust(_TEXT_BYTES, b"\0")
+    heads = _all_gather(own, what, collectives)
+    if any(not head.startswith(of_what) for head in heads):
+        error = _different(what, collectives)
+        raise collectives.failure(what, error) from error
+    texts = {head: head[_HEAD_BYTES:][: _length(head)] for head in heads}
     if len(texts) == 1:
         texts = {heads[0]: data}
     elif max(map(_length, heads)) > _TEXT_BYTES:
@@ -76,8 +85,16 @@ def _all_gather(data: bytes, what: str, collectives: Collectives) -> list[bytes]
     return [joined[start : start + len(data)] for start in range(0, len(joined), len(data))]
 
 
+def _different(what: str, collectives: Collectives) -> AgreementError:
+    """Return the error for ranks of which each gathers something else, such as a part of ``save`` and of ``resume``."""
+    told = _all_gather(what.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), what, collectives)
+    texts = [each.rstrip(b"\0").decode(errors="replace") for each in told]
+    lines = [f"rank {rank}: {text}" for rank, text in zip(collectives.global_ranks, texts, strict=True)]
+    return AgreementError(f"the ranks compare different things: {'; '.join(lines)}")
+
+
 def _length(head: bytes) -> int:
-    return int.from_bytes(head[:_LENGTH_BYTES])
+    return int.from_bytes(head[_WHAT_BYTES:_HEAD_BYTES])
 
 
 class Line(NamedTuple):

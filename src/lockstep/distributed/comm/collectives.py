@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.abilities import Abilities, Addition, Chunks, abilities_of
 from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep.distributed.comm import waits
 from lockstep.distributed.comm.companion import make_companion, store_for_companion
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
 from lockstep.forked_groups import keep_in_forks
@@ -56,6 +57,10 @@ class Watcher(Protocol):
     def check_waiting(self, ranks: Collection[int], since: float) -> None:
         """As :meth:`check`, for a rank that has waited since ``since``; raise as well if one of ``ranks`` has left."""
 
+    def compare_calls(self, key: str, what: str, ranks: Collection[int]) -> str:
+        """Return in words which collectives ``ranks`` were in that have noticed that they differ; all call it with the
+        same ``key``."""
+
     def explain(self, error: BaseException) -> PeerFailure | None:
         """Return the failure of another rank that has caused an error, if there is one or soon will be."""
 
@@ -76,6 +81,8 @@ class GroupState:
         """Held by the thread that makes :attr:`companion`."""
         self.companion: Group | None = None
         """The group that sends tensors on the CPU instead of the group, from its first use on: see ``companion.py``."""
+        self.begun = waits.BegunCollectives()
+        """The collectives that this library has begun on the group and its companion."""
         self.batch = 0
         """The number of the last batch. Kept when the decisions are freed with the last module, which happens at a
         different time on each rank
@@ -131,15 +138,13 @@ def watch_group(group: Group, watcher: Watcher) -> None:
 
 
 def end_groups(watcher: Watcher, reason: str) -> None:
-    """End, on this rank and the others, what ranks that a watcher watches use to send tensors on the CPU, so that
-    waits for it raise."""
-    watched = set(watcher.global_ranks)
-    for group, state in list(_states.items()):
-        if state.watcher is watcher or watched.issuperset(_registered_ranks(group) or [-1]):
-            abilities = abilities_of(group if state.companion is None else state.companion)
-            if abilities is not None:
-                with contextlib.suppress(RuntimeError):
-                    abilities._abort(reason)
+    """End, on this rank and the others, what watched ranks use to send tensors on the CPU, so that waits raise."""
+    for _, group, _ in watched_groups(watcher):
+        state = _states.get(group)
+        abilities = abilities_of(group if state is None or state.companion is None else state.companion)
+        if abilities is not None:
+            with contextlib.suppress(RuntimeError):
+                abilities._abort(reason)
 
 
 def forget_watcher(watcher: Watcher) -> None:
@@ -150,10 +155,33 @@ def forget_watcher(watcher: Watcher) -> None:
             state.watcher = None
 
 
+def begun_on(group: Group) -> waits.BegunCollectives:
+    """Return the collectives that this library has begun on a group."""
+    state = _states.get(group)
+    return state.begun if state is not None else waits.BegunCollectives()
+
+
+def watched_groups(watcher: Watcher) -> Iterator[tuple[str, Group, Sequence[int]]]:
+    """Yield the groups whose ranks all belong to a watcher: names that are the same on all ranks, and the ranks.
+
+    Bare backends have no such name, except for the one that is watched itself.
+    """
+    watched = set(watcher.global_ranks)
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map) if dist.is_initialized() else []:
+        ranks = _registered_ranks(group)
+        if ranks and len(ranks) > 1 and watched.issuperset(ranks):
+            yield str(world.pg_names.get(group)), group, ranks
+    for group, state in list(_states.items()):
+        if state.watcher is watcher and not _is_registered(group):
+            yield "that is watched", group, watcher.global_ranks
+
+
 def _forked() -> None:
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held the old one
     watchers.clear()
+    waits.forget()
     if dist.is_available():
         for group in dist.distributed_c10d._world.pg_map:
             _states.setdefault(group, GroupState(os.getppid()))
@@ -202,9 +230,9 @@ _exit_delay = _ExitDelay()
 class Pending:
     """A collective under way."""
 
-    def __init__(self, works: Sequence[Any], what: str, owner: "Collectives", in_slices: bool) -> None:
+    def __init__(self, works: Sequence[Any], owner: "Collectives", call: waits.Call, in_slices: bool) -> None:
         self.works = works
-        self._what = what
+        self.call = call
         self._owner = owner
         self._in_slices = in_slices
 
@@ -216,12 +244,12 @@ class Pending:
                 if watcher is None:
                     work.wait(_GROUPS_OWN_TIMEOUT)
                 else:
-                    with watcher.waiting(self._what):
+                    with watcher.waiting(self.call.what), waits.Waiting(self.call):
                         self._owner.wait_watched(work, watcher, self._in_slices)
         except PeerFailure:
             raise
         except RuntimeError as error:
-            raise self._owner.failure(self._what, error) from error
+            raise self._owner.failure(self.call.what, error) from error
         _exit_delay.waited()
 
     def done(self) -> bool:
@@ -239,6 +267,11 @@ class _Sender:
         self.abilities = abilities_of(group)
         self.in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
         """True if its works have to be waited for in slices: see :meth:`Collectives.wait_watched`."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if all ranks reduce in shared memory."""
+        return self.abilities is not None and self.abilities._shares_memory
 
 
 class Collectives:
@@ -291,8 +324,9 @@ class Collectives:
         """Make the companion on a thread of its own, as that waits for the other ranks; raise if one of them fails."""
         limit = _timeout_of(self.group, control_device(self.group)) or timedelta(minutes=30)
         made = in_background(lambda: make_companion(self._store, self.rank, self.global_ranks, limit))
+        call = waits.Call(self.group, self._state.begun.add(), "companion", what)
         watcher, since = self.watcher, time.monotonic()
-        with watcher.waiting(what) if watcher is not None else contextlib.nullcontext():
+        with watcher.waiting(what) if watcher is not None else contextlib.nullcontext(), waits.Waiting(call):
             while not futures.wait([made], _SLICE.total_seconds()).done:
                 if watcher is not None:
                     watcher.check_waiting(self.global_ranks, since)
@@ -364,9 +398,9 @@ class Collectives:
         """Return the number of collectives begun in this process, on all groups that count them; None if this does
         not."""
         groups = {*dist.distributed_c10d._world.pg_map, self.group}
-        if begun_on(self.group) is None:
+        if sequence_number_on(self.group) is None:
             return None
-        return sum(begun_on(group) or 0 for group in groups)
+        return sum(sequence_number_on(group) or 0 for group in groups)
 
     @property
     def is_lost(self) -> bool:
@@ -456,7 +490,8 @@ class Collectives:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            return self._begin(what, sender, sender.group.broadcast, [real], options)
+            needed = None if sender.shares_memory else [source] if source != self.rank else []
+            return self._begin(what, sender, sender.group.broadcast, [real], options, needed=needed)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], what: str, factor: float = 1.0
@@ -531,12 +566,14 @@ class Collectives:
         sizes = [each * n for n in received], [each * n for n in sent]
         with self.phases.phase("collective", f"all_to_all, {what}"):
             sender = self._sender(tensor, what)
-            return self._begin(what, sender, sender.group.alltoall_base, _real(output), _real(tensor), *sizes, options)
+            needed = None if sender.shares_memory else [rank for rank, numel in enumerate(received) if numel]
+            output, tensor = _real(output), _real(tensor)
+            return self._begin(what, sender, sender.group.alltoall_base, output, tensor, *sizes, options, needed=needed)
 
     @property
     def shares_memory(self) -> bool:
         """True if all ranks reduce tensors on the CPU in shared memory."""
-        return self._abilities is not None and self._abilities._shares_memory
+        return (self._on_cpu or self._find_companion("first use of the process group")).shares_memory
 
     def can_add_in_order(self, device: torch.device) -> bool:
         """Return True if :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
@@ -564,7 +601,16 @@ class Collectives:
         with self.phases.phase("collective", f"add_in_order, {what}"):
             return self._begin(what, sender, sender.abilities._add_in_order, _real(tensor), *sizes, options)
 
-    def _begin(self, what: str, sender: _Sender, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
+    def _begin(
+        self,
+        what: str,
+        sender: _Sender,
+        collective: Callable[..., Any],
+        *args: Any,
+        needed: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Pending:
+        """Begin a collective; ``needed`` are the ranks without which it cannot end, or None for all."""
         if self._state.is_inherited:
             self._check_process()
         try:
@@ -573,7 +619,8 @@ class Collectives:
             raise self.failure(what, error) from error
         if work is None:
             raise CommunicationError(f"{what}: this process is not in the process group it was given")
-        return Pending((work,), what, self, sender.in_slices)
+        call = waits.Call(self.group, self._state.begun.add(), collective.__name__, what, needed)
+        return Pending((work,), self, call, sender.in_slices)
 
     def _place(self) -> str:
         if list(self.global_ranks) == list(range(self.world)):
@@ -583,7 +630,9 @@ class Collectives:
     def failure(self, what: str, error: BaseException) -> CommunicationError | PeerFailure:
         """Return the error to raise for an exception of a collective."""
         watcher = self.watcher
-        if watcher is not None and not isinstance(error, AgreementError | OptionError):
+        if isinstance(error, AgreementError):
+            return self._difference(what, error, watcher)
+        if watcher is not None and not isinstance(error, OptionError):
             known = watcher.explain(error)
             if known is not None:
                 return known
@@ -594,6 +643,14 @@ class Collectives:
             "(the step of a sharded optimizer, mean() or save() on one rank alone); look at the first error of the "
             "other ranks"
         )
+
+    def _difference(self, what: str, error: AgreementError, watcher: Watcher | None) -> CommunicationError:
+        """Return the error to raise where all ranks have noticed that their collectives are not the same."""
+        if watcher is None:
+            return CommunicationError(f"{self._place()}: {what} failed: {error}")
+        key = f"{hash(tuple(self.global_ranks))} {self._state.begun.count}"
+        calls = watcher.compare_calls(key, f'"{what}"', self.global_ranks)
+        return CommunicationError(f"{self._place()}: the ranks made different calls:\n{calls}\n({error})")
 
 
 def _is_over(work: Any) -> bool:
@@ -629,7 +686,7 @@ def control_device(group: Group) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def begun_on(group: Group) -> int | None:
+def sequence_number_on(group: Group) -> int | None:
     """Return the number of collectives that this process has begun on a group and its companion; None if the group
     does not count them."""
     state = _states.get(group)

@@ -1,0 +1,80 @@
+"""The collectives of this library in which threads of this process wait for other ranks, as far as a watcher asks.
+
+Who watches the ranks (``session/waits_of_rank.py``) reads them here, to find ranks that wait for each other for ever.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+_numbers = count()
+_waits: dict[int, "Waiting"] = {}
+
+
+class BegunCollectives:
+    """Counts the collectives that this library has begun on a group: the same number on all ranks, as all begin the
+    same ones."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+        """The number of the last one, from 1."""
+        self.threads: set[int] = set()
+        """``threading.get_ident()`` of the threads that have begun them."""
+
+    def add(self) -> int:
+        """Count a collective that the calling thread has begun, and return its number."""
+        with self._lock:
+            self.threads.add(threading.get_ident())
+            self.count += 1
+            return self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective of this library on one group."""
+
+    group: Any
+    number: int
+    """See :class:`BegunCollectives`."""
+    kind: str
+    """The name of the function that was called for it; the same on all ranks."""
+    what: str
+    needed: Sequence[int] | None = None
+    """The ranks of the group without which it cannot end; None: all."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Marks the calling thread, inside the block, as waiting for the other ranks in a collective."""
+
+    call: Call
+    since: float = field(default_factory=time.monotonic)
+    id: int = field(default_factory=lambda: next(_numbers))
+    """Unique in this process, so that two waits are never taken for one."""
+    _outer: "Waiting | None" = None
+
+    def __enter__(self) -> None:
+        ident = threading.get_ident()
+        self._outer = _waits.get(ident)
+        _waits[ident] = self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._outer is None:
+            del _waits[threading.get_ident()]
+        else:
+            _waits[threading.get_ident()] = self._outer
+
+
+def waits() -> dict[int, Waiting]:
+    """Return what the threads of this process wait in, by ``threading.get_ident()``."""
+    return dict(_waits)
+
+
+def forget() -> None:
+    """Forget all waits, in a forked process: they are its parent's."""
+    _waits.clear()

@@ -1,0 +1,226 @@
+"""What the threads of this rank wait for, and what the rank has launched: the facts of ``failures/deadlock.py``.
+
+Waits of this library are exact (``distributed/comm/waits.py``). Those of the program are seen in its threads' stacks: a
+thread waits if it is at a line of ``torch.distributed`` that waits for a blocking collective, such as
+``dist.all_reduce``. Nothing of PyTorch is replaced for that. What cannot be seen - ``work.wait()`` of an asynchronous
+collective, an accelerator - is no wait here.
+"""
+
+import linecache
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from lockstep.distributed.comm.collectives import Group, backends_of, begun_on, watched_groups
+from lockstep.distributed.comm.waits import Waiting, waits
+from lockstep.failures.channel import FailureChannel
+from lockstep.failures.deadlock import Report, Wait
+from lockstep.failures.program_lines import is_of_program, place_of
+from lockstep.failures.stacks import own_stack
+
+_FILE = os.path.join(os.path.dirname(dist.__file__), "distributed_c10d.py")
+_NEED_ALL = frozenset(
+    (
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "barrier",
+    )
+)
+_NEED_ROOT = frozenset(("broadcast", "scatter"))
+"""Of these each rank needs the root alone; of all others it is not known whom a rank needs."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A group whose ranks all belong to the channel."""
+
+    group: Group
+    name: str
+    """The same on all ranks."""
+    ranks: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """The name of the program's collectives on it; it contains the ranks, in case two groups have one name."""
+        return f"{self.name} {zlib.crc32(repr(self.ranks).encode()):x}"
+
+    @property
+    def key_of_ours(self) -> str:
+        """The name of this library's collectives on it, which are counted separately."""
+        return f"lockstep on {self.key}"
+
+
+class _Blocked(NamedTuple):
+    """A thread in a blocking collective of the program. Equal ones in two looks are the same wait: a later collective
+    has another number."""
+
+    thread: int
+    group: int
+    number: int
+    kind: str
+    root: int | None
+    frame: int
+    instruction: int
+
+
+class _Seen(NamedTuple):
+    """What one look at the threads has shown."""
+
+    ours: tuple[tuple[int, int], ...]
+    """Threads that wait in a collective of this library, and the ids of their waits."""
+    blocked: tuple[_Blocked, ...]
+    is_free: bool
+    """True if a thread that launches collectives does not wait."""
+    has_others: bool
+    """True if the program has a thread that does not wait, and is not known to launch collectives."""
+
+
+_NOTHING = _Seen((), (), is_free=False, has_others=False)
+
+
+class WaitsOfRank:
+    """Looks at what this rank waits for, on the groups whose ranks a channel connects."""
+
+    def __init__(self, channel: FailureChannel) -> None:
+        self._channel = channel
+        self._since: dict[_Blocked, float] = {}
+        self._state: object = None
+        self._number = 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> tuple[int, Report]:
+        """Return the number of the present state, and its report: see :class:`~lockstep.failures.deadlock_watch.Look`.
+
+        The threads are looked at before and after what they have launched: if both looks show the same waits, the
+        threads were in them in between.
+        """
+        with self._lock:
+            seen, waiting, groups = self._look()
+            launched = _launched(groups, seen.has_others) if waiting else {}
+            is_steady = bool(waiting) and not seen.is_free and seen == self._look()[0]
+            state = (seen, launched) if is_steady else None
+            if state is None or state != self._state:
+                self._number += 1
+                self._state = state
+            if state is None:
+                return self._number, Report()
+            return self._number, Report(tuple(waiting), launched, time.monotonic() - max(waiting.values()))
+
+    def launched(self) -> dict[str, int]:
+        """Return what this rank has launched, when it launches nothing more."""
+        return _launched(_groups(self._channel), has_others=False)
+
+    def _look(self) -> tuple[_Seen, dict[Wait, float], list[_Known]]:
+        """Return what the threads are in, since when each of them waits, and the groups that are known."""
+        frames = sys._current_frames()
+        del frames[threading.get_ident()]  # a frame that refers to itself would keep all others, and their objects
+        ours = waits()
+        blocked = [each for each in map(_blocked, frames.items()) if each and each.thread not in ours]
+        if not ours and not blocked:
+            return _NOTHING, {}, []
+        known = _groups(self._channel)
+        groups = {id(each.group): each for each in known}
+        ours = {ident: each for ident, each in ours.items() if id(each.call.group) in groups}
+        blocked = [each for each in blocked if each.group in groups]
+        launch = {ident for each in known for ident in begun_on(each.group).threads}
+        waiting = {*ours, *(each.thread for each in blocked)}
+        others = any(_runs_program(frame) for ident, frame in frames.items() if ident not in waiting | launch)
+        if others:  # one of them may have launched what is waited for here, or launch it next
+            blocked = []
+        free = launch - ours.keys() - {each.thread for each in blocked}
+        is_free = any(each in frames for each in free) or (others and bool(free))
+        ids = tuple(sorted((ident, each.id) for ident, each in ours.items()))
+        seen = _Seen(ids, tuple(sorted(blocked)), is_free, others)
+        return seen, self._described(ours, blocked, groups), known
+
+    def _described(
+        self, ours: Mapping[int, Waiting], blocked: Iterable[_Blocked], groups: Mapping[int, _Known]
+    ) -> dict[Wait, float]:
+        now = time.monotonic()
+        self._since = {each: self._since.get(each, now) for each in blocked}
+        found = {_our_wait(ident, each, groups): each.since for ident, each in ours.items()}
+        return found | {_wait(each, groups[each.group]): since for each, since in self._since.items()}
+
+
+def _groups(channel: FailureChannel) -> list[_Known]:
+    return [_Known(group, name, tuple(ranks)) for name, group, ranks in watched_groups(channel)]
+
+
+def _launched(groups: Iterable[_Known], has_others: bool) -> dict[str, int]:
+    """Return the numbers of the last collectives, without the groups on which another thread may launch the next."""
+    found = {}
+    for each in groups:
+        count = begun_on(each.group).count
+        if count or not has_others:
+            found[each.key_of_ours] = count
+        if not has_others and (number := _number_on(each.group)) is not None:
+            found[each.key] = number
+    return found
+
+
+def _number_on(group: Group) -> int | None:
+    """Return the number of the last collective on a group, whoever has launched it; None if it does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def _our_wait(ident: int, waiting: Waiting, groups: Mapping[int, _Known]) -> Wait:
+    call = waiting.call
+    known = groups[id(call.group)]
+    needed = known.ranks if call.needed is None else tuple(known.ranks[rank] for rank in call.needed)
+    what = f'"{call.what}" ({call.kind}, collective {call.number} of lockstep on process group {known.name})'
+    return Wait(known.key_of_ours, call.number, call.kind, needed, True, what, place_of(own_stack(ident)))
+
+
+def _wait(blocked: _Blocked, known: _Known) -> Wait:
+    needed: tuple[int, ...] = known.ranks if blocked.kind in _NEED_ALL else ()
+    if blocked.kind in _NEED_ROOT and blocked.root is not None and blocked.root != known.group.rank():
+        needed = (known.ranks[blocked.root],)
+    exact = "gloo" not in backends_of(known.group)
+    what = f"{blocked.kind}() (collective {blocked.number} of the program on process group {known.name})"
+    return Wait(known.key, blocked.number, blocked.kind, needed, exact, what, place_of(own_stack(blocked.thread)))
+
+
+def _blocked(thread: tuple[int, FrameType]) -> _Blocked | None:
+    """Return the blocking collective of the program in which a thread waits, if it is at the line that waits."""
+    ident, frame = thread
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_filename != _FILE:
+        found = found.f_back
+    if found is None or ".wait(" not in linecache.getline(_FILE, found.f_lineno):
+        return None
+    names = found.f_locals
+    group = names.get("group")
+    if group is None:
+        group = dist.group.WORLD
+    number = _number_on(group)
+    if number is None:
+        return None
+    root = names.get("group_src")
+    return _Blocked(ident, id(group), number, found.f_code.co_name, root, id(found), found.f_lasti)
+
+
+def _runs_program(innermost: FrameType) -> bool:
+    frame: FrameType | None = innermost
+    while frame is not None:
+        if is_of_program(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,127 @@
+"""Which ranks wait for each other for ever: a table, and random programs whose ends are known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from deadlock_programs import run_to_the_end, some_program
+from lockstep.failures.deadlock import Report, Wait, could_be_stuck, describe, explain, stuck
+
+
+def wait(group, number, *needed, kind="all_reduce", exact=True):
+    return Wait(group, number, kind, needed, exact, f"{kind} {number} of {group}")
+
+
+def rank(*waits, left=False, **launched):
+    return Report(waits, launched, 1.0, left)
+
+
+BOTH = (0, 1)
+CASES = {
+    "two ranks in two groups": (
+        {0: rank(wait("a", 5, *BOTH), a=5, b=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2)},
+        {0, 1},
+    ),
+    "a rank that computes": ({0: rank(wait("a", 5, *BOTH), a=5)}, set()),
+    "a rank that has launched it": (
+        {0: rank(wait("a", 5, *BOTH), a=5, b=1), 1: rank(wait("b", 2, *BOTH), a=5, b=2)},
+        set(),
+    ),
+    "a group that the other does not name": (
+        {0: rank(wait("a", 5, *BOTH), a=5, b=1), 1: rank(wait("b", 2, *BOTH), b=2)},
+        set(),
+    ),
+    "one group, and one number, but two kinds": (
+        {0: rank(wait("a", 5, *BOTH), a=5), 1: rank(wait("a", 5, *BOTH, kind="barrier"), a=5)},
+        {0, 1},
+    ),
+    "one collective that both are in": ({each: rank(wait("a", 5, *BOTH), a=5) for each in BOTH}, set()),
+    "a rank that has left": ({0: rank(wait("a", 5, *BOTH), a=5), 1: rank(a=4, left=True)}, {0}),
+    "a rank that has left after it has launched it": (
+        {0: rank(wait("a", 5, *BOTH), a=5), 1: rank(a=5, left=True)},
+        set(),
+    ),
+    "three in a circle": (
+        {
+            0: rank(wait("a", 1, 0, 1), a=1, c=0),
+            1: rank(wait("b", 1, 1, 2), a=0, b=1),
+            2: rank(wait("c", 1, 2, 0), b=0, c=1),
+        },
+        {0, 1, 2},
+    ),
+    "a third that waits for the two": (
+        {
+            0: rank(wait("a", 5, 0, 1, 2), a=5, b=1),
+            1: rank(wait("b", 2, 0, 1), a=4, b=2),
+            2: rank(wait("a", 5, 0, 1, 2), a=5),
+        },
+        {0, 1, 2},
+    ),
+    "two that wait for each other, while a third computes": (
+        {0: rank(wait("a", 5, 0, 1, 2), a=5, b=1), 1: rank(wait("b", 2, 0, 1), a=4, b=2)},
+        {0, 1},
+    ),
+    "one that waits for a third as well, and the third computes": (
+        {0: rank(wait("a", 5, 0, 1, 2), a=5, c=1), 1: rank(wait("b", 2, 1, 2), a=4, b=2)},
+        set(),
+    ),
+    "two threads, one of which can go on": (
+        {0: rank(wait("a", 5, *BOTH), wait("c", 1, *BOTH), a=5, b=1, c=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2, c=1)},
+        set(),
+    ),
+    "two threads that both wait for ever": (
+        {0: rank(wait("a", 5, *BOTH), wait("c", 1, *BOTH), a=5, b=1, c=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2, c=0)},
+        {0, 1},
+    ),
+    "a source that needs nobody": ({0: rank(wait("a", 5), a=5, b=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2)}, set()),
+    "a number with messages that is one behind": (
+        {0: rank(wait("a", 5, *BOTH, exact=False), a=5, b=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2)},
+        {0, 1},
+    ),
+    "a number with messages that is not comparable": (
+        {0: rank(wait("a", 9, *BOTH, exact=False), a=9, b=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2)},
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("reports", "expected"), CASES.values(), ids=CASES)
+def test_stuck_are(reports, expected):
+    assert stuck(reports) == expected
+    assert all(could_be_stuck(each, reports) for each in expected)
+    sent = {each: Report.of_fields(report.fields()) for each, report in reports.items()}
+    assert sent == reports
+
+
+def test_random_programs_give_no_alarm_while_a_rank_can_go_on_and_all_alarms_when_none_can():
+    rng = random.Random(0)
+    ended = never = 0
+    while min(ended, never) < 10_000:
+        ranks = some_program(rng)
+        for_ever = run_to_the_end(ranks.copy(), rng)
+        while ranks.step(rng):
+            if rng.random() < 0.7:
+                continue
+            found = stuck(ranks.reports())
+            assert found <= for_ever
+            ended += len(ranks.waiting() - for_ever)
+            never += len(found)
+        found = stuck(ranks.reports())
+        assert found == for_ever if ranks.sees_all() else found <= for_ever
+        never += len(found)
+
+
+def test_what_is_told():
+    reports, found = CASES["two ranks in two groups"]
+    assert explain(found, reports) == (
+        "ranks 0, 1 wait for each other in different collectives, and can never go on:\n"
+        "  rank 0 has waited for 1.0 s in all_reduce 5 of a, without rank 1\n"
+        "  rank 1 has waited for 1.0 s in all_reduce 2 of b, without rank 0\n"
+        "Call all_reduce() on every rank, as often and in the same order: not under `if run.is_main`, nor under any "
+        "other condition that differs between ranks (`run.agree(flag)` makes it the same). If one rank has a batch "
+        "more or less, loop over `run.batches(loader)`"
+    )
+    reports = {0: Report((Wait("a", 1, "mean", (0, 1), what='"means"', place="line 8 of train.py"),), {"a": 1}, 1.26)}
+    assert describe([0], reports) == '  rank 0 has waited for 1.3 s in "means", called from line 8 of train.py'

@@ -1,0 +1,265 @@
+"""Ranks that wait for each other in different collectives: every one of them says so, and nobody else does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import CommunicationError, PeerFailure
+from lockstep.failures import deadlock_watch
+from lockstep.session.watch import _used
+from processes import run_processes
+from threaded import run_ranks
+
+CALLS = {
+    "backward": lambda run: run.model(torch.ones(2, 4)).sum().backward(),
+    "mean": lambda run: lockstep.mean(1.0, group=run.group),
+    "check_in_sync": lambda run: lockstep.check_in_sync(run.model),
+    "save": lambda run: lockstep.save(run.folder, group=run.group, model=run.model),
+    "resume": lambda run: lockstep.resume(run.folder, group=run.group, model=run.model),
+    "agree": lambda run: lockstep.loop.agree(False, run.group),
+    "step": lambda run: run.sharded.step(),
+    "accumulate": lambda run: accumulate(run.model),
+    "all_reduce": lambda run: dist.all_reduce(torch.ones(3)),
+    "barrier": lambda run: dist.barrier(),
+    "the end": lambda run: None,
+}
+OF_THE_PROGRAM = ("all_reduce", "barrier", "the end")
+OURS = [call for call in CALLS if call not in OF_THE_PROGRAM]
+SAID = {"step": "step", "accumulate": "bucket", "backward": "bucket", "check_in_sync": "digest of the module"}
+"""What the message says of a call, if it is not its name."""
+
+
+def accumulate(model):
+    with lockstep.accumulate(model):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def make(group, folder):
+    """A model and an optimizer, which have made a step."""
+    run = SimpleNamespace(group=group, folder=folder)
+    run.model = lockstep.replicate(nn.Linear(4, 2), process_group=group)
+    run.sharded = lockstep.shard_optimizer(torch.optim.SGD(run.model.parameters(), 0.1))
+    for call in ("backward", "step"):
+        CALLS[call](run)
+    return run
+
+
+def differ(run, rank, first, second):
+    """Rank 0 makes the first call, and the others the second; what the rank is told."""
+    try:
+        CALLS[first if rank.rank == 0 else second](run)
+    except (CommunicationError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def check(first, second, told):
+    for text in filter(None, told):
+        for call in {first, second} - {"the end"}:
+            assert SAID.get(call, call) in text, text
+        assert f"of {__file__}, in " in text
+    return [bool(text) for text in told]
+
+
+PAIRS = [pair for pair in itertools.combinations(OURS, 2) if pair != ("backward", "accumulate")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "world"),
+    [(*pair, 2) for pair in PAIRS]
+    + [pytest.param(*p, 3, marks=pytest.mark.soak if "mean" not in p else ()) for p in PAIRS],
+)
+def test_different_calls_over_one_group_are_named_at_once(first, second, world, tmp_path):
+    store = dist.HashStore()
+    _used.clear()  # the watches of each rank are counted, and there were other ranks before
+
+    def train(rank):
+        with lockstep.watch(rank.group, store):
+            return differ(make(rank.group, tmp_path), rank, first, second)
+
+    told = run_ranks(world, train, hosts="a" * world)
+    assert check(first, second, told) == [True] * world
+    texts = {text.partition("\n")[2] for text in told}
+    assert len(texts) == 1
+    assert "Call " in texts.pop()
+
+
+def wait_for_each_other(rank, folder, first, second):
+    group = dist.new_group(backend="shm")
+    run = None
+    try:
+        with lockstep.watch():
+            run = make(group, folder)
+            dist.all_reduce(torch.ones(3))
+            CALLS[first if rank.rank == 0 else second](run)
+    except PeerFailure as failure:
+        return str(failure)
+    return ""
+
+
+QUICK = [("mean", "barrier", 2), ("backward", "all_reduce", 3), ("save", "the end", 2), ("all_reduce", "barrier", 2)]
+ALL = [
+    (first, second, world)
+    for first, second in itertools.combinations(CALLS, 2)
+    for world in (2, 3)
+    if second in OF_THE_PROGRAM
+]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize(
+    ("first", "second", "world"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.soak) for c in ALL]
+)
+def test_waits_in_different_groups_are_named(first, second, world, backend, tmp_path):
+    if backend == "shm" and (first, second) not in QUICK[:2]:
+        pytest.skip("on one shm group the messages of the ranks differ")
+    told = run_processes(world, wait_for_each_other, tmp_path, first, second, backend=backend)
+    waits = check(first, second, told)
+    assert waits == [True] + [second != "the end"] * (world - 1)
+    for number, text in enumerate(told):
+        if second != "the end":
+            assert text.startswith(f"rank {number} stops, because ranks 0, ")  # the third may have come later
+            assert "wait for each other in different collectives, and can never go on:" in text
+            assert text.partition("\n")[2] == told[0].partition("\n")[2]
+        elif number == 0:
+            assert "rank 1 has left the training in good order" in text
+
+
+# ------------------------------------------------------------------------------------------------ no false alarm
+
+
+def soon():
+    """Let ranks tell of their waits, and vote, much earlier than they do."""
+    deadlock_watch.WAIT_SECONDS, deadlock_watch.LOOK_SECONDS = 0.05, 0.01
+
+
+PAUSE = 0.3
+
+
+def one_computes(rank, groups):
+    if rank.rank == 1:
+        time.sleep(PAUSE)
+    dist.barrier()
+
+
+def in_other_orders(rank, groups):
+    """Each rank uses its two groups in an order of its own, one of them without waiting."""
+    mine = [group for group in groups if group is not None]
+    works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for group in mine]
+    time.sleep(PAUSE * rank.rank / 2)
+    dist.barrier()
+    for work in works[:: -1 if rank.rank else 1]:
+        work.wait()
+
+
+def pipeline(rank, groups):
+    """Each rank waits for the one before it, and the last one for all."""
+    tensor = torch.ones(2)
+    if rank.rank:
+        dist.recv(tensor, rank.rank - 1)
+    time.sleep(PAUSE)
+    if rank.rank + 1 < rank.world:
+        dist.send(tensor, rank.rank + 1)
+    dist.barrier()
+
+
+def waits_unseen(rank, groups):
+    """Rank 0 waits for a work, which nobody sees, and the others for rank 0."""
+    work = dist.all_reduce(torch.ones(2), group=groups[3], async_op=True) if rank.rank == 0 else None
+    if rank.rank == 0:
+        work.wait()
+        dist.barrier()
+    else:
+        time.sleep(PAUSE)
+        dist.all_reduce(torch.ones(2), group=groups[3])
+        dist.barrier()
+
+
+def two_threads(rank, groups):
+    """One thread of each rank waits in a group, the other one computes, and uses another group then."""
+
+    def other():
+        if rank.rank:
+            time.sleep(PAUSE)
+        dist.all_reduce(torch.ones(2), group=groups[3])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    if rank.rank == 0:
+        time.sleep(2 * PAUSE)
+    dist.barrier()
+    thread.join()
+
+
+def threads_that_cross(rank, groups):
+    """Rank 0 waits in one group and the others in another one, each of them with a thread that comes to it later."""
+    first, second = (None, groups[3]) if rank.rank == 0 else (groups[3], None)
+
+    def later():
+        time.sleep(PAUSE)
+        dist.barrier(group=second)
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    dist.barrier(group=first)
+    thread.join()
+
+
+def stopped(rank, groups):
+    """Rank 0 is stopped for a while: another process continues it."""
+    if rank.rank == 0:
+        child = os.fork()
+        if child == 0:
+            time.sleep(PAUSE)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(child, 0)
+    dist.barrier()
+
+
+def forks(rank, groups):
+    """A forked process lives on while its parent waits."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(PAUSE * rank.rank)
+        os._exit(0)
+    if rank.rank:
+        os.waitpid(child, 0)
+    dist.barrier()
+    if not rank.rank:
+        os.waitpid(child, 0)
+
+
+GO_ON = [one_computes, in_other_orders, pipeline, waits_unseen, two_threads, threads_that_cross, stopped, forks]
+
+
+def go_on(rank):
+    soon()
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2], [0, 1, 2])]
+    groups = [group if group is not dist.GroupMember.NON_GROUP_MEMBER else None for group in groups]
+    with lockstep.watch() as watch:
+        model = lockstep.replicate(nn.Linear(4, 2))
+        for each in GO_ON:
+            each(rank, groups)
+            if rank.rank == 2:
+                time.sleep(PAUSE)
+            model(torch.ones(2, 4)).sum().backward()
+            assert watch.channel.failure is None, each.__name__
+    return True
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_waits_that_end_by_themselves_are_no_alarm(backend):
+    assert run_processes(3, go_on, backend=backend) == [True] * 3
