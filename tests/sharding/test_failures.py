@@ -148,6 +148,7 @@ def test_ranks_that_differ_are_an_error_by_name_and_nothing_is_changed(change, w
     assert run_ranks(2, differing) == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
 def test_gradients_of_one_rank_alone_are_an_error():
     def local(rank):
         model = replicated(rank)
@@ -162,6 +163,7 @@ def test_gradients_of_one_rank_alone_are_an_error():
     run_ranks(2, local)
 
 
+@pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
 def test_gradients_of_one_rank_alone_are_an_error_also_of_modules_that_were_replicated_later():
     def local(rank):
         first, second = replicated(rank), replicated(rank)
