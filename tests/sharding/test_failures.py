@@ -182,6 +182,7 @@ def test_gradients_of_one_rank_alone_are_an_error_also_of_modules_that_were_repl
     run_ranks(2, local)
 
 
+@pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
 def test_only_one_rank_has_local_gradients_and_all_raise():
     def local(rank):
         model = replicated(rank)
