@@ -284,6 +284,14 @@ def test_an_interrupted_look_at_attributes_is_repeated(monkeypatch):
         assert [layer.scale for layer in replica] == [2.0, 2.0]
 
 
+def test_hooks_that_a_replica_registers_beside_others_are_not_the_networks(devices, first):
+    net = nn.Sequential(nn.Linear(1, 1)).to(first)
+    net[0].register_forward_hook(lambda *_: None)
+    replica = ReplicaSet(net, devices(2)).refresh()[1]
+    replica[0].register_forward_hook(lambda *_: None)
+    assert (len(net[0]._forward_hooks), len(replica[0]._forward_hooks)) == (1, 2)
+
+
 def test_hooks_that_a_replica_registers_are_gone_at_the_next_use(devices, first):
     replicas = ReplicaSet(nn.Sequential(nn.Linear(3, 2)).to(first), devices(2))
     replica = replicas.refresh()[1]
