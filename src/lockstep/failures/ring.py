@@ -327,13 +327,14 @@ _ADDRESS = "address {}"
 def _limit_silence(connected: socket.socket, seconds: float) -> None:
     """Let the system end a connection over which nothing has come for ``seconds``, whether or not anything was sent.
 
-    After a quarter of that time the system begins to probe an idle connection, each twentieth of it.
+    The system probes an idle connection each twentieth of that time. (It counts from the last answer: if it probed less
+    often, a pause of the network that is shorter by the time between two probes could already be too long.)
     """
-    idle, interval = max(1, int(seconds / 4)), max(1, int(seconds / 20))
+    interval = max(1, int(seconds / 20))
     options = {
-        "TCP_KEEPIDLE": idle,
+        "TCP_KEEPIDLE": interval,
         "TCP_KEEPINTVL": interval,
-        "TCP_KEEPCNT": max(1, math.ceil((seconds - idle) / interval)),  # for systems without the next option
+        "TCP_KEEPCNT": max(1, math.ceil(seconds / interval) - 1),  # for systems without the next option
         "TCP_USER_TIMEOUT": int(seconds * 1000),  # on Linux it limits unacknowledged data, and replaces the count
     }
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
