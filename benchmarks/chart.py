@@ -14,7 +14,7 @@ INK, GOOD, BAD, LINE = "#123", "#5b8def", "#f2a65a", "#889"
 GROUPS = [
     (
         "A training step, lockstep / DistributedDataParallel: Gloo, two ranks",
-        "ddp-cpu-2-cores-2026-11-25.txt",
+        "ddp-cpu-2-cores-2026-11-26.txt",
         [
             ("400 small tensors", "many small, two ranks: step, lockstep / DDP"),
             ("25 M parameters in three layers", "wide, two ranks: step, lockstep / DDP"),
