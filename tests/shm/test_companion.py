@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from datetime import timedelta
 
@@ -209,6 +210,20 @@ def test_a_failure_ends_waits_on_all_groups(tmp_path):
     outcomes = run_processes(3, fails_beside_a_smaller_group, store.port, ready, errors=True, group_timeout=60)
     assert isinstance(outcomes[0].error, PeerFailure)
     assert str(outcomes[2].error) == "of rank 2"
+
+
+def in_a_session(rank, port):
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    with lockstep.session(backend="gloo"):
+        model = linear()
+        grad = step(model, rank.rank)
+    return grad, [each.name for each in threading.enumerate() if each.name.startswith("lockstep")]
+
+
+def test_it_ends_with_the_session_although_the_model_exists():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_processes(2, in_a_session, store.port) == [(1.5, [])] * 2
 
 
 def forked(rank):

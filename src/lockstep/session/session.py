@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Subset
 from lockstep import loop
 from lockstep.checkpoints import Resumed
 from lockstep.checkpoints.crash_loops import TO_LEAVE_OUT
-from lockstep.distributed.comm.collectives import Group
+from lockstep.distributed.comm.collectives import Group, leave_companions
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.errors import OptionError
 from lockstep.failures.channel import LINK_SECONDS
@@ -317,6 +317,7 @@ class Session:
         gc.collect()  # a replicated model that still exists would keep the group's threads alive while the program ends
         if dist.is_initialized() and not self._keeps_group:
             dist.destroy_process_group()
+            leave_companions()
 
 
 class session:

@@ -147,6 +147,14 @@ def end_groups(watcher: Watcher, reason: str) -> None:
                 abilities._abort(reason)
 
 
+def leave_companions() -> None:
+    """Leave the companions of groups that have been destroyed; modules that still exist keep them otherwise."""
+    for group, state in list(_states.items()):
+        if state.companion is not None and not _is_registered(group):
+            with contextlib.suppress(RuntimeError):
+                state.companion.shutdown()
+
+
 def forget_watcher(watcher: Watcher) -> None:
     """Remove a watcher from its groups."""
     watchers[:] = [each for each in watchers if each is not watcher]
