@@ -51,7 +51,9 @@ class Plan:
     step: int = 8
     """When it happens; -1 for some time in the start."""
     link_timeout: float = 5.0
-    stall_minimum: float = 6.0
+    stall_minimum: float = 10.0
+    """More than ``link_timeout``, which counts from the last message that was sent: a rank that waits tells the others
+    after a second, and the system looks at the limit when it sends again."""
     timeout: float = 60.0
     seconds: float = 0.0
     """How long a pause lasts, or how long after the start it happens."""
@@ -98,7 +100,7 @@ class Plan:
             return self.timeout + self.link_timeout + 5
         if self.failure in ("stop", "stop host"):
             return 2 * self.stall_minimum + 10  # the limit is looked at once a second, and ranks have time to answer
-        return self.link_timeout + 8 if self.failure in (*ON_A_LINK, BETWEEN) else 8
+        return self.link_timeout + 10 if self.failure in (*ON_A_LINK, BETWEEN) else 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,7 +88,7 @@ def check(op: Op, dtype: torch.dtype) -> None:
         sample = torch.ones(1, dtype=torch.uint8, device="cpu").to(dtype)
         if op is Op.AVG and dtype is torch.bool:
             raise TypeError("a mean needs numbers")
-        result = _FUNCTIONS[op](sample, sample, out=sample.clone())
+        result = _FUNCTIONS[op](sample, sample, out=torch.empty_like(sample))
         if op is Op.AVG:
             divide(result, 2)
     except (RuntimeError, TypeError, ValueError) as error:  # which one depends on the version
