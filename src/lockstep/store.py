@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -68,6 +69,15 @@ class BoundedStore:
     def get(self, key: str) -> str:
         """Return an existing value."""
         return self._call(lambda store: _text(store.get(key)))
+
+    def delete(self, key: str) -> None:
+        """Remove a value, if the store can."""
+
+        def delete(store: Any) -> None:
+            with suppress(NotImplementedError):
+                store.delete_key(key)
+
+        self._call(delete)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all keys have values."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -486,3 +487,35 @@ def test_a_rank_may_leave_as_soon_as_it_has_made_the_group(hosts, monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(runtime, "make_gloo_group", slow)
     assert run_ranks(3, call, hosts="aaa") == [True] * 3
+
+
+def test_groups_may_meet_at_one_place_one_after_the_other():
+    """As those of a program that destroys its group and makes another: under torchrun both have the same store."""
+    store, limit = dist.HashStore(), timedelta(seconds=20)
+    addresses = [b""]
+
+    def make(rank):
+        group = ProcessGroupShm(store, rank, 2, limit)
+        values = torch.full((3,), rank + 1.0)
+        group.allreduce([values], dist.AllreduceOptions()).wait()
+        sent = [torch.full((1,), rank + 1.0), torch.zeros(1)]
+        group.alltoall_base(sent[1], sent[0], [rank, 1 - rank], [rank, 1 - rank], dist.AllToAllOptions()).wait()
+        return group, values.tolist(), sent[1].item()
+
+    def first_to_come():
+        return make(1)
+
+    def second_to_come():
+        while not store.check(["rendezvous/1"]) or store.get("rendezvous/1") in addresses:
+            time.sleep(0.01)
+        addresses.append(store.get("rendezvous/1"))
+        return make(0)
+
+    kept = []
+    for _ in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            made = [pool.submit(call) for call in (second_to_come, first_to_come)]
+            kept += [future.result(30) for future in made]
+    assert [(values, received) for _, values, received in kept] == [([3.0] * 3, 2.0), ([3.0] * 3, 1.0)] * 3
+    for group, *_ in kept:
+        group.shutdown()

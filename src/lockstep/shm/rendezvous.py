@@ -41,6 +41,8 @@ class Rendezvous:
     """A connection to every other rank of this host."""
     addresses: list[str]
     """The addresses of ranks on other hosts that are known and not loopback."""
+    name: str
+    """The same on all ranks, and different each time."""
 
 
 class CannotShareMemoryError(OptionError):
@@ -80,7 +82,14 @@ def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout:
                 raise _first_failure(bounded_store, error) from error.__cause__
             raise
     elsewhere = (addresses[other]["ip"] for ranks in hosts.values() for other in ranks if other not in hosts[host])
-    return Rendezvous(list(hosts.values()), sockets, [each for each in elsewhere if not network.is_loopback(each)])
+    known = [each for each in elsewhere if not network.is_loopback(each)]
+    return Rendezvous(list(hosts.values()), sockets, known, addresses[0]["address"])
+
+
+def clear_address(store: Any, rank: int) -> None:
+    """Remove this rank's address, once all have read it: a later group may meet at the same place of the store."""
+    with suppress(StoreLostError), closing(BoundedStore(store)) as bounded_store:
+        bounded_store.delete(f"{rank}")
 
 
 def obstacle() -> str:

@@ -19,7 +19,7 @@ from lockstep.shm.many_hosts import Algorithm, ManyHosts
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import OneHost
 from lockstep.shm.peers import Peers
-from lockstep.shm.rendezvous import Rendezvous, meet
+from lockstep.shm.rendezvous import Rendezvous, clear_address, meet
 from lockstep.shm.shared_memory import SharedMemory
 from lockstep.shm.staging import STAGING, Staging
 from lockstep.store import ANSWER_SECONDS, in_background
@@ -49,10 +49,11 @@ class Runtime:
         options: ShmOptions,
         program_waits: Callable[[], bool],
     ) -> None:
+        place = PrefixStore("rendezvous", store)
+        found = meet(place, rank, global_ranks, options.host or network.host_identity(), timeout)
+        # What an earlier group of this name has left there is not found.
+        store = PrefixStore(found.name, store)
         self._notice = FailureNotice(store)
-        found = meet(
-            PrefixStore("rendezvous", store), rank, global_ranks, options.host or network.host_identity(), timeout
-        )
         on_host = next(host for host in found.hosts if rank in host)
         leads = len(found.hosts) > 1 and on_host[0] == rank
         self.peers = Peers(
@@ -64,6 +65,7 @@ class Runtime:
         )
         try:
             self._prepare(store, found, rank, global_ranks, timeout, options)
+            clear_address(place, rank)
         except BaseException as error:
             if self.peers.reason is None:
                 self.peers.abort(f"the shm process group cannot be made: rank {global_ranks[rank]} failed: {error!r}")
