@@ -323,7 +323,7 @@ class Collectives:
                 try:
                     state.companion = self._make_companion(what)
                 except BaseException:
-                    state.lose(f"it has not met them in {what}, where they connect to each other")
+                    state.lose(f"it did not connect to them when it used the group for the first time, in {what}")
                     raise
         self._on_cpu = _Sender(state.companion)
         return self._on_cpu

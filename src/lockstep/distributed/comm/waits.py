@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 _numbers = count()
 _waits: dict[int, "Waiting"] = {}
@@ -34,9 +34,8 @@ class BegunCollectives:
             return self.count
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One collective of this library on one group."""
+class Call(NamedTuple):
+    """One collective of this library on one group: made in each step, where a frozen dataclass takes longer."""
 
     group: Any
     number: int
