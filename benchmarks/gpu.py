@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import os
 import random
@@ -140,9 +141,17 @@ def nccl_names() -> list[str]:
     return ["nccl", *(["nccl-legacy"] if "nccl-legacy" in known else [])]
 
 
+def nccl_version() -> tuple[int, int, int]:
+    """That of the library that is loaded: PyTorch tells the one that it was built with."""
+    number = ctypes.c_int()
+    if ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number)):
+        return torch.cuda.nccl.version()
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+
+
 def for_several_ranks(kit: Kit, names: list[str]) -> list[str]:
     """Those with which two ranks can sum: each is tried."""
-    found, nccl = [], torch.cuda.nccl.version() if names else ()
+    found, nccl = [], nccl_version() if names else ()
     for name in names:
         since = time.monotonic()
         if torch.cuda.device_count() < 2 and nccl < NEEDED_NCCL:
@@ -231,7 +240,7 @@ def describe(kit: Kit) -> list[str]:
         except (OSError, subprocess.SubprocessError) as error:
             lines.append(f"nvidia-smi: {error}")
         if dist.is_nccl_available():
-            lines.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, " + " ".join(SEVERAL_RANKS))
+            lines.append(f"NCCL {'.'.join(map(str, nccl_version()))}, " + " ".join(SEVERAL_RANKS))
     else:
         lines.append(f"a trial of the kit without a GPU (--device {kit.kind}): nothing here is a measurement")
     return lines

@@ -31,6 +31,14 @@ class Recurrent(nn.Module):
         return self.head(self.second(self.first(x)[0])[0][:, -1])
 
 
+def twin(one: Recurrent) -> Recurrent:
+    """A copy whose weights are in one piece: `copy.deepcopy` clones each by itself, of which cuDNN warns."""
+    many = copy.deepcopy(one)
+    many.first.flatten_parameters()
+    many.second.flatten_parameters()
+    return many
+
+
 KINDS = {
     "LSTM": (nn.LSTM, {}),
     "LSTM, both ways": (nn.LSTM, {"bidirectional": True}),
@@ -67,7 +75,7 @@ def test_replicas_train_without_a_warning(name, places, exact):
     if "proj_size" in options and places[0].type == "cpu":
         pytest.skip("PyTorch warns of projections on the CPU")
     one = Recurrent(kind, **options).to(places[0])
-    many = copy.deepcopy(one)
+    many = twin(one)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "RNN module weights are not part of single contiguous chunk of memory"
         train(one, many, lockstep.DataParallel(many, places), places[0])
@@ -77,7 +85,7 @@ def test_replicas_train_without_a_warning(name, places, exact):
 def test_flattening_in_forward_leaves_replicas_attached(kind, places, exact):
     # flatten_parameters() moves a module's weights to other memory: a replica's must still follow the network's.
     one = Recurrent(kind).to(places[0])
-    many = copy.deepcopy(one)
+    many = twin(one)
     many.flatten = True
     train(one, many, lockstep.DataParallel(many, places), places[0])
 
@@ -85,7 +93,7 @@ def test_flattening_in_forward_leaves_replicas_attached(kind, places, exact):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_flattening_in_forward_of_replicas_that_are_all_copies(kind, places, exact):
     one = Recurrent(kind).to(places[0])
-    many = copy.deepcopy(one)
+    many = twin(one)
     many.flatten = True
 
     def call(x: torch.Tensor) -> torch.Tensor:
