@@ -92,3 +92,32 @@ class LikeNccl:
 def test_a_sum_on_an_accelerator_that_is_waited_for_next_is_asynchronous_all_the_same(blocking):
     collectives = Collectives(LikeNccl(), Phases())
     collectives.all_reduce(torch.ones(3, device="meta"), "test", blocking=blocking).wait()
+
+
+def one_rank_only_for_accelerators(rank):
+    """The devices of the sums of some steps, and whether it was a report."""
+    group = dist.new_group()
+    module, plain_backends = lockstep.distributed.comm.collectives, lockstep.distributed.comm.collectives.backends_of
+    module.backends_of = lambda each: "nccl" if each is group else plain_backends(each)
+    module.control_device = lambda each: rank.device  # as for a group of NCCL alone
+    seen = set()
+    plain = Collectives.all_reduce
+
+    def all_reduce(self, tensor, what, *args, **options):
+        seen.add((tensor.device.type, what.startswith("report")))
+        return plain(self, tensor, what, *args, **options)
+
+    Collectives.all_reduce = all_reduce
+    try:
+        model = lockstep.replicate(rank.make(lambda: nn.Linear(2, 1)), process_group=group)
+        for _ in range(3):
+            model(torch.ones(2, 2)).sum().backward()
+        lockstep.check_in_sync(model)
+    finally:
+        Collectives.all_reduce = plain
+    return seen
+
+
+def test_one_rank_does_not_wait_for_an_accelerator_to_send_its_report(sim):
+    (seen,) = run_processes(1, one_rank_only_for_accelerators, device="sim")
+    assert seen == {("sim", False), ("cpu", True)}

@@ -30,7 +30,7 @@ def store_for_companion(group: Any, backends: str) -> Any | None:
     ``backends`` are the names of the group's backends.
     """
     of_cpu = next((name for name in backends.split(",") if name.startswith("cpu:")), backends).removeprefix("cpu:")
-    if group.size() == 1 or of_cpu in _ALONE:
+    if of_cpu in _ALONE or (of_cpu == "gloo" and group.size() == 1):
         return None
     try:
         return dist.distributed_c10d._world.pg_map[group][1]
