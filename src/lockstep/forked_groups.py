@@ -1,4 +1,4 @@
-"""Keeps process groups alive in forked processes, where destroying one would wait for threads of the parent."""
+"""Keeps process groups that must never be destroyed: in forked processes, it would wait for threads of the parent."""
 
 import ctypes
 import os
@@ -15,6 +15,11 @@ def keep_in_forks(group: Any) -> None:
     """Let processes that are forked from this one never destroy their copy of a process group, even at their end."""
     with _lock:
         _groups.add(group)
+
+
+def keep_for_ever(group: Any) -> None:
+    """Let this process never destroy a process group, even at its end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 # Groups are held from before the fork on: Python may collect garbage in the child before any function here runs.
@@ -34,7 +39,7 @@ def _in_child() -> None:
     global _lock
     _lock = threading.RLock()
     for group in _held:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        keep_for_ever(group)
     _held.clear()
 
 

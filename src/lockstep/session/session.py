@@ -315,7 +315,7 @@ class Session:
     def _release(self) -> None:
         self._decisions = None
         gc.collect()  # a replicated model that still exists would keep the group's threads alive while the program ends
-        if dist.is_initialized() and not self._keeps_group:
+        if dist.is_initialized() and not self._keeps_group and self._watch.may_destroy_groups():
             dist.destroy_process_group()
             leave_companions()
 

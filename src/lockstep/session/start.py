@@ -34,7 +34,6 @@ from lockstep.session.meeting import meeting_place, part_of_incarnation
 from lockstep.session.stop_requests import STOP_SIGNALS
 from lockstep.session.watch import (
     Watch,
-    attach,
     check_link_timeout,
     make_channel,
     run_name,
@@ -224,8 +223,7 @@ def join(
     except BaseException as error:
         watch.end(error)
         raise
-    gloo = "gloo" in backends_of(dist.group.WORLD)
-    attach(channel, dist.group.WORLD, connections if gloo else None)
+    watch.attach(dist.group.WORLD)
     watch.look_for_deadlocks()
     return Joined(watch, environment.local_rank or 0, device, backend)
 

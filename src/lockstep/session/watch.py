@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -31,6 +32,7 @@ from lockstep.distributed.comm.collectives import (
     resolve_group,
     sequence_number_on,
     watch_group,
+    watched_groups,
 )
 from lockstep.errors import OptionError, PeerError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
@@ -40,14 +42,18 @@ from lockstep.failures.failure import Failure, Kind, chain, follows_from_another
 from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.failures.stall import StallLimits, StallWatch
+from lockstep.forked_groups import keep_for_ever
 from lockstep.network import host_identity
 from lockstep.phases import Phases
 from lockstep.session.environment import LAUNCHERS
 from lockstep.session.step_counter import StepCounter
 from lockstep.session.waits_of_rank import WaitsOfRank
+from lockstep.store import in_background
 
 END_SECONDS = 600.0
 """Seconds that a rank that is done waits for the others, to hear of their failures."""
+ABORT_SECONDS = 5.0
+"""Seconds that a session waits for NCCL to abort before it leaves a group to the end of the process."""
 LAUNCHER_SECONDS = 1.0
 """Seconds that the launcher is given to notice the process that has failed first."""
 PRINT_SECONDS = 3.0
@@ -78,6 +84,8 @@ class Watch:
         self._stalls: StallWatch | None = None
         self._deadlocks: DeadlockWatch | None = None
         self._connections = connections or Connections()
+        self._aborted: list[tuple[Group, Future[None]]] = []
+        self._aborting = threading.Lock()
         self._process = os.getpid()
         self._ended = False
         self._closed = True  # unless the end of the program ends the watch
@@ -92,6 +100,51 @@ class Watch:
         phase."""
         if self.channel is not None:
             self.channel.enter(phase)
+
+    def attach(self, group: Group) -> None:
+        """Make waits for a group's collectives hear of failures, and end the group at the first one, so that they
+        raise."""
+        channel = self.channel
+        assert channel is not None
+        watch_group(group, channel)
+        channel.when_failed(lambda failure: say_at_once(failure, channel.rank))
+
+        def end(failure: Failure) -> None:
+            end_groups(channel, failure.summary)
+            if "gloo" in backends_of(group):
+                self._connections.shut_down()
+            self._abort_groups("nccl", "cpu:shm")
+
+        channel.when_failed(end)
+
+    def _abort_groups(self, *backends: str) -> None:
+        """Begin to abort the groups of the watched ranks that have one of these backends.
+
+        Each is aborted on a thread of its own: NCCL may wait for the device, and for the kernels of another group.
+        """
+        assert self.channel is not None
+        with self._aborting:
+            known = [group for group, _ in self._aborted]
+            for _, group, _ in watched_groups(self.channel):
+                if group not in known and any(name in backends_of(group) for name in backends):
+                    self._aborted.append((group, in_background(group.abort)))
+
+    def may_destroy_groups(self) -> bool:
+        """Return True unless a group is still being aborted after some seconds: to destroy it would take as long.
+
+        Such a group is left to the end of the process.
+        """
+        with self._aborting:
+            aborted = list(self._aborted)
+        wait([each for _, each in aborted], ABORT_SECONDS)
+        stuck = [group for group, each in aborted if not each.done()]
+        for group in stuck:
+            keep_for_ever(group)
+        if stuck:
+            text = "%s has not aborted its communicator within %g s: the group is left to the end of the process"
+            logging.getLogger("lockstep").error(text, backends_of(stuck[0]), ABORT_SECONDS)
+            atexit.register(_end_at_last)
+        return not stuck
 
     def look_for_stalls(self, group: Callable[[], Group | None], limits: StallLimits | None) -> None:
         """From now on find ranks of the group that make no progress; every rank has to call it.
@@ -170,6 +223,8 @@ class Watch:
             channel.wait_until_told()
             if error is not None:
                 forget_failed_passes()
+                if not _is_orderly(error):
+                    self._abort_groups("nccl")  # its kernels may wait for ranks that no longer take part
             release()
             if not channel.wait_for_others(LEFT_SECONDS):
                 if not self._keeps_group or error is not None or channel.failure is not None:
@@ -194,8 +249,7 @@ class Watch:
         """Report an error of this rank. If it follows from another rank's failure, return that failure instead."""
         if error is None or peer_failure_in(error) is not None:
             return None
-        is_orderly = isinstance(error, SystemExit) and error.code in (None, 0)
-        if is_orderly and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
+        if _is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
             return None
         own = of_exception(error, channel.progress.read())
         if not follows_from_another(error):
@@ -298,8 +352,8 @@ def watch_over(
     """Return the watch over an existing group of several ranks; the watch takes over the ``resources``."""
     connections = Connections()
     channel = make_channel(store, group.rank(), global_ranks(group), progress, timeout, link_timeout)
-    attach(channel, group, connections)
     this = Watch(channel, timeout, connections, resources.pop_all(), keeps_group=True)
+    this.attach(group)
     try:
         _find_connections_of_gloo(group, connections)
         this.check()  # a failure before this point could not end any connections
@@ -330,28 +384,21 @@ def run_name(of_run: str) -> str:
     return f"{Path(sys.argv[0]).stem or 'python'}-{of_run}"
 
 
+def _end_at_last() -> None:
+    """Let the system end this process if it takes long to end by itself: a thread may still wait for the device."""
+    with contextlib.suppress(ValueError):  # not on the main thread
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(round(2 * ABORT_SECONDS))
+
+
+def _is_orderly(error: BaseException) -> bool:
+    """Return True for an exception that ends a program without a failure."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
 def _begun(group: Group | None) -> int | None:
     """Return the number of collectives that this rank has begun on a group, if the group exists and counts them."""
     return None if group is None else sequence_number_on(group)
-
-
-def attach(channel: FailureChannel, group: Group, connections: Connections | None = None) -> None:
-    """Make waits for a group's collectives hear of failures, and end the group at the first one, so that they raise.
-
-    ``connections`` are the group's, if its backend is Gloo.
-    """
-    watch_group(group, channel)
-    channel.when_failed(lambda failure: say_at_once(failure, channel.rank))
-
-    def end(failure: Failure) -> None:
-        end_groups(channel, failure.summary)
-        if connections is not None:
-            connections.shut_down()
-        if any(name in backends_of(group) for name in ("nccl", "cpu:shm")):
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-
-    channel.when_failed(end)
 
 
 def _find_connections_of_gloo(group: Group, connections: Connections) -> None:

@@ -1,0 +1,74 @@
+"""The end of a session whose backend needs to be aborted after a failure, as NCCL does, and may not come back."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.errors import PeerFailure
+from processes import be_launched, run_processes
+
+
+def cannot_be_aborted(rank, port):
+    """A rank fails in a session whose backend, which is said to be NCCL, never comes back from `abort()`."""
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    module = sys.modules["lockstep.session.watch"]
+    module.backends_of = lambda group: "cpu:gloo,cuda:nccl"
+    module.ABORT_SECONDS = 0.3
+    aborted = []
+
+    def abort(group):
+        aborted.append(group)
+        threading.Event().wait()
+
+    dist.ProcessGroup.abort = abort
+    group = None
+    try:
+        with lockstep.session(backend="gloo", timeout=60) as run:
+            group, other = run.group, dist.new_group()
+            lockstep.mean(torch.ones(()))
+            if rank.rank == 1:
+                raise ValueError("of rank 1")
+            lockstep.mean(torch.ones(()))
+    finally:
+        assert {*aborted} == {group, other}, "each group is aborted, whatever becomes of the others"
+        assert sys.getrefcount(group) > 2
+        assert dist.is_initialized()
+
+
+def test_a_group_that_cannot_be_aborted_keeps_no_rank_from_ending():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = run_processes(2, cannot_be_aborted, store.port, errors=True, group_timeout=60)
+    assert isinstance(first.error, PeerFailure)
+    assert "rank 1 failed in training: ValueError: of rank 1" in str(first.error)
+    assert isinstance(second.error, ValueError)
+    for each in (first, second):
+        assert "has not aborted its communicator within 0.3 s" in each.stderr
+
+
+def leaves_in_order(rank, port):
+    """What ranks that leave in good order abort: nothing, as their last sums may still be on their way."""
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    sys.modules["lockstep.session.watch"].backends_of = lambda group: "cpu:gloo,cuda:nccl"
+    aborted, plain = [], dist.ProcessGroup.abort
+    dist.ProcessGroup.abort = lambda group: (aborted.append(group), plain(group))
+    try:
+        with lockstep.session(backend="gloo", timeout=60):
+            lockstep.mean(torch.ones(()))
+            if rank.rank == 1:
+                sys.exit(0)
+    except SystemExit:
+        pass
+    assert not dist.is_initialized()
+    return len(aborted)
+
+
+def test_ranks_that_leave_in_order_abort_nothing():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_processes(2, leaves_in_order, store.port, group_timeout=60) == [0, 0]
