@@ -31,6 +31,7 @@ from datetime import date
 from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
@@ -60,6 +61,8 @@ class Kit:
 
     kind: str
     kills: int
+    file: Path | None = None
+    machine: list[str] = field(default_factory=list)
     rows: list[tuple[str, str, str, str]] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     deadline: float = field(default_factory=lambda: time.monotonic() + SECONDS)
@@ -74,9 +77,12 @@ class Kit:
         return max(1.0, min(limit, self.deadline - time.monotonic()))
 
     def add(self, what: str, backend: str, result: str, since: float) -> None:
-        """Add a row, and show it at once."""
+        """Add a row, show it, and write the table as far as it goes: whatever stops the kit, the rows are there."""
         self.rows.append((what, backend, result, f"{time.monotonic() - since:.0f}"))
         print(" | ".join(self.rows[-1]), flush=True)
+        if self.file is not None:
+            texts = ["\n".join(self.machine), lines_of_table(self), *self.outputs]
+            self.file.write_text("\n\n".join(text.strip() for text in texts) + "\n")
 
 
 # ------------------------------------------------------------------------------------- programs of their own
@@ -116,8 +122,16 @@ def run_program(kit: Kit, what: str, command: list[str], limit: float, **environ
 
 def run_tests(kit: Kit) -> None:
     dry = {} if kit.measures else {"LOCKSTEP_GPU_TESTS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = ["-m", "pytest", "-rs", "-p", "no:cacheprovider", "tests/gpu"]
-    run_program(kit, "tests/gpu", command, 200, **dry)
+    # No plug-in of pytest is needed, and one that is missing leaves its options in pyproject.toml unknown.
+    plain = ["-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning"]
+    since = time.monotonic()
+    text = run_program(
+        kit, "tests/gpu", ["-m", "pytest", "-rfEs", *plain, "-p", "no:cacheprovider", "tests/gpu"], 200, **dry
+    )
+    for test, why in re.findall(r"^(?:FAILED|ERROR) tests/gpu/(\S+)(?: - (.*))?", text, re.M):
+        kit.add(test, "", f"FAILED: {why}", since)
+    if kit.measures and torch.cuda.device_count() < 2:
+        kit.add("what needs several GPUs", "", "not tried: one GPU", since)
 
 
 def run_benchmarks(kit: Kit, names: list[str], shared: bool) -> None:
@@ -127,7 +141,7 @@ def run_benchmarks(kit: Kit, names: list[str], shared: bool) -> None:
     command = ["benchmarks/bench_ddp_cuda.py", *quick, "--models", "encoder", "encoder, bf16"]
     command += ["--nccl", *names] if names else []
     command += ["--share-gpu"] if shared and names else []
-    run_program(kit, "benchmarks/bench_ddp_cuda.py", command, 120)
+    run_program(kit, "benchmarks/bench_ddp_cuda.py", command, 150)
 
 
 # --------------------------------------------------------------------------------------------------- ranks
@@ -201,22 +215,25 @@ def run_kills(kit: Kit, names: list[str]) -> None:
         limit = kit.left(110) / (len(names) - number)
         until = time.monotonic() + limit
 
-        def trial(plan: tuple[int, gpu_ranks.Kill], name: str = name, until: float = until) -> str | float | None:
+        def trial(plan: tuple[int, gpu_ranks.Kill], name: str = name, until: float = until) -> Any:
             return run_kill(kit, *plan, name) if time.monotonic() < until else None
 
         with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
             found = list(pool.map(trial, plans))
-        seconds = [each for each in found if isinstance(each, float)]
+        named = [each[0] for each in found if isinstance(each, tuple)]
+        over = [each[1] for each in found if isinstance(each, tuple)]
         problems = [each for each in found if isinstance(each, str)]
         left = found.count(None)
-        text = f"{len(seconds)} of {share - left} named by all others"
-        text += f", after {median(seconds):.3f} s (median), {max(seconds):.3f} s at most" if seconds else ""
+        text = f"{len(named)} of {share - left} named by all others"
+        if named:
+            text += f", after {median(named):.3f} s (median), {max(named):.3f} s at most"
+            text += f", sessions over after {median(over):.3f} s, {max(over):.3f} s at most"
         text += f"; {left} not tried, for want of time" if left else ""
         kit.add("kills", name, f"FAILED: {text}; first: {problems[0]}" if problems else text, since)
 
 
-def run_kill(kit: Kit, world: int, kill: gpu_ranks.Kill, name: str) -> str | float:
-    """The seconds after which the last one has named the killed rank, or what was wrong."""
+def run_kill(kit: Kit, world: int, kill: gpu_ranks.Kill, name: str) -> str | tuple[float, float]:
+    """The seconds after which the last one has named the killed rank and ended its session, or what was wrong."""
     with tempfile.TemporaryDirectory() as folder:
         ended = gpu_ranks.run(
             gpu_ranks.until_killed, world, kit.kind, backend_of(name), kill, folder, limit=kit.left(45)
@@ -224,7 +241,7 @@ def run_kill(kit: Kit, world: int, kill: gpu_ranks.Kill, name: str) -> str | flo
     others = [each for rank, each in enumerate(ended) if rank != kill.rank]
     if ended[kill.rank].code != -signal.SIGKILL or any(e.code != 0 or e.result[0] != kill.rank for e in others):
         return f"{kill} of {world}: {ended}"
-    return max(each.result[2] for each in others)
+    return max(each.result[2] for each in others), max(each.result[3] for each in others)
 
 
 # -------------------------------------------------------------------------------------------------- the table
@@ -265,6 +282,7 @@ def main() -> int:
         print("no CUDA device here: nothing to measure (--device sim tries the kit)")
         return 0
     kit, begin = Kit(args.device, args.kills), time.monotonic()
+    kit.file, kit.machine = args.out or file_of(kit), describe(kit)
     names = nccl_names() if kit.measures else []
     together = for_several_ranks(kit, names) if {"benchmarks", "shares", "kills"} & set(args.parts) else ["gloo"]
     shared = together != ["gloo"]
@@ -278,12 +296,7 @@ def main() -> int:
         if name in args.parts:
             part()
     kit.add("all of it", "", "", begin)
-    file = args.out or file_of(kit)
-    with file.open("w") as output:
-        print("\n".join(describe(kit)), file=output)
-        output.write(lines_of_table(kit))
-        print("\n\n" + "\n\n".join(kit.outputs), file=output)
-    print(f"wrote {file}")
+    print(f"wrote {kit.file}")
     return int(any("FAILED" in row[2] for row in kit.rows))
 
 

@@ -151,33 +151,47 @@ def shares(device: str, backend: str) -> str:
         return fingerprint(model, optimizer)
 
 
-def until_killed(device: str, backend: str, kill: Kill, folder: str) -> tuple[int, str, float]:
-    """Which rank this one was told of, in what words, and after how many seconds; the killed one returns nothing."""
+def until_killed(device: str, backend: str, kill: Kill, folder: str) -> tuple[int, str, float, float]:
+    """Which rank this one was told of, in what words, after how many seconds, and after how many its session was over.
+
+    The killed rank returns nothing.
+    """
     told = Path(folder, "killed")
 
     def die() -> None:
         told.write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def since() -> float:
+        return time.monotonic() - float(told.read_text())
+
+    def train(run: lockstep.Session) -> None:
+        model = lockstep.replicate(network().to(run.device))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        here, step = run.rank == kill.rank, 0
+        optimizer.register_step_pre_hook(
+            lambda *_: die() if here and step == kill.step and kill.place == "optimizer" else None
+        )
+        x = torch.randn(8, 3, 16, 16, device=run.device)
+        for step in range(1, 1000):
+            optimizer.zero_grad()
+            now = here and step == kill.step
+            if now and kill.place == "forward":
+                die()
+            outputs = model(x)
+            if now and kill.place == "backward":
+                outputs.register_hook(lambda _: die())
+            outputs.square().mean().backward()
+            optimizer.step()
+
+    named = 0.0
     try:
         with lockstep.session(device=device, backend=backend, timeout=60) as run:
-            model = lockstep.replicate(network().to(run.device))
-            optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-            here, step = run.rank == kill.rank, 0
-            optimizer.register_step_pre_hook(
-                lambda *_: die() if here and step == kill.step and kill.place == "optimizer" else None
-            )
-            x = torch.randn(8, 3, 16, 16, device=run.device)
-            for step in range(1, 1000):
-                optimizer.zero_grad()
-                now = here and step == kill.step
-                if now and kill.place == "forward":
-                    die()
-                outputs = model(x)
-                if now and kill.place == "backward":
-                    outputs.register_hook(lambda _: die())
-                outputs.square().mean().backward()
-                optimizer.step()
+            try:
+                train(run)
+            except PeerFailure:
+                named = since()
+                raise
     except PeerFailure as failure:
-        return failure.rank, str(failure).partition("\n")[0], time.monotonic() - float(told.read_text())
-    return -1, "no failure", 0.0
+        return failure.rank, str(failure).partition("\n")[0], named, since()
+    return -1, "no failure", 0.0, 0.0

@@ -60,7 +60,7 @@ kit = gpu.Kit("cpu", 1)
 values = iter("abc")
 gpu.gpu_ranks.run = lambda function, world, *args, limit: [gpu.gpu_ranks.Ended(0, next(values))] * world
 gpu.run_shares(kit, [], ["gloo"])
-gpu.gpu_ranks.run = lambda function, world, *args, limit: [gpu.gpu_ranks.Ended(0, (2, "another", 0.1))] * world
+gpu.gpu_ranks.run = lambda function, world, *args, limit: [gpu.gpu_ranks.Ended(0, (2, "another", 0.1, 0.2))] * world
 gpu.run_kills(kit, ["gloo"])
 print("table", [row[2] for row in kit.rows])
 """
@@ -75,9 +75,9 @@ TWO_RANKS = """
 import gpu, torch
 kit = gpu.Kit("cpu", 1)
 torch.cuda.device_count = lambda: 1
-torch.cuda.nccl.version = lambda: (2, 28, 9)
+gpu.nccl_version = lambda: (2, 28, 9)
 print("old", gpu.for_several_ranks(kit, ["nccl"]))
-torch.cuda.nccl.version = lambda: (2, 30, 7)
+gpu.nccl_version = lambda: (2, 30, 7)
 gpu.backend_of = {"nccl": "gloo", "nccl-legacy": "no such backend"}.get
 print("new", gpu.for_several_ranks(kit, ["nccl", "nccl-legacy"]))
 print("table", [row[2] for row in kit.rows])
