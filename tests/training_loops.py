@@ -163,23 +163,23 @@ def train(rank: Rank, plan: Plan, store: dist.Store) -> dict[str, Any]:
 def micro_batch(models: list[Any], plan: Plan, x: torch.Tensor, where: str, last: bool) -> float | None:
     """Forward and backward; None if the batch is left out."""
     weight = len(x) if plan.weighted else None
-    if plan.context:
-        with lockstep.loop.skip_on(BadBatchError, modules=models):
-            return forward_and_backward(models, plan, x, where, last, weight)
-        return None
-    try:
-        return forward_and_backward(models, plan, x, where, last, weight)
-    except (BadBatchError, lockstep.errors.PeerError):
-        lockstep.loop.skip_batch(*models)
-        return None
-
-
-def forward_and_backward(models: list[Any], plan: Plan, x: Any, where: str, last: bool, weight: Any) -> float:
     with contextlib.ExitStack() as stack:
         for model in models:
             stack.enter_context(lockstep.accumulate(model, last=last, weight=weight))
-        loss = loss_of(models, x, plan.weighted, where)
-        loss.backward()
+        if plan.context:
+            with lockstep.loop.skip_on(BadBatchError, modules=models):
+                return forward_and_backward(models, plan, x, where)
+            return None
+        try:
+            return forward_and_backward(models, plan, x, where)
+        except (BadBatchError, lockstep.errors.PeerError):
+            lockstep.loop.skip_batch(*models)
+            return None
+
+
+def forward_and_backward(models: list[Any], plan: Plan, x: Any, where: str) -> float:
+    loss = loss_of(models, x, plan.weighted, where)
+    loss.backward()
     return loss.item()
 
 

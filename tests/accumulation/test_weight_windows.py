@@ -365,7 +365,7 @@ def test_a_micro_batch_that_fails_may_be_left_out(how, context):
     def call(rank):
         model = net(rank)
         if context:
-            with lockstep.loop.skip_on(KeyError, modules=[model]), lockstep.accumulate(model, last=False, weight=1):
+            with lockstep.accumulate(model, last=False, weight=1), lockstep.loop.skip_on(KeyError, modules=[model]):
                 how(model, x_of(rank)) if rank.rank else backward(model, x_of(rank))
         else:
             try:
@@ -390,8 +390,8 @@ def test_a_step_after_one_that_was_left_out_is_not_left_out():
             model.zero_grad()
             for number in range(2):
                 with (
-                    lockstep.loop.skip_on(KeyError, modules=[model]),
                     lockstep.accumulate(model, last=number == 1, weight=1),
+                    lockstep.loop.skip_on(KeyError, modules=[model]),
                 ):
                     (after_a_backward if rank.rank and (step, number) == (0, 0) else backward)(model, x_of(rank))
                 if lockstep.loop.skipped(model):

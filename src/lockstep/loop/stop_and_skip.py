@@ -74,6 +74,9 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
     ranks finish their backward, and get no gradients. On every rank :func:`skipped` is True until the next batch, and
     the optimizer's step changes nothing. Gradients of earlier micro-batches under ``no_sync()`` are dropped, too.
 
+    Inside of ``no_sync()`` or ``accumulate(last=False)`` more micro-batches of the step follow, and the one that
+    synchronises tells the others. Outside of them the step is over on this rank: go on with the next step.
+
     If backward has begun and failed on this rank, the other ranks raise :class:`PeerError`. Catch that error on all
     ranks and call this function; or use :func:`skip_on`, with which no rank raises.
 
@@ -130,13 +133,16 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
     """Skip a batch whose forward or backward raises one of ``errors`` on this rank; see :func:`skip_batch`.
 
     Run forward and backward of a batch inside the block, on every rank, and call :func:`skipped` after it. The block
-    suppresses the exception, and the other ranks see none. Buffers of the modules are restored on all ranks. If a batch
+    suppresses the exception, and the other ranks see none. Buffers of the modules are restored on all ranks. If a step
     has several micro-batches, put the block around all of them, or inside the :func:`accumulate` block of each.
 
     Args:
         errors: Types of exceptions; ``torch.OutOfMemoryError`` if none are given.
         modules: The replicated modules that backward goes through, if they are on other groups.
         group: The ranks; the default group if None.
+
+    Raises :class:`OptionError` if the block ends between the micro-batches of a step, outside of their
+    :func:`accumulate` or ``no_sync()``.
 
     If a batch is skipped, communicates what :func:`skip_batch` does; otherwise nothing. Copies the buffers of all
     modules on the group each time.
@@ -155,9 +161,12 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
     kept = [scheduler.keep_buffers() for scheduler in schedulers]
     with ExitStack() as stack:
         for scheduler in schedulers:
+            scheduler.decisions.note_new_step()
             stack.enter_context(scheduler.decisions.skipping_on(kinds))
         try:
             yield
+            for scheduler in schedulers:
+                scheduler.check_no_open_window("skip_on()")
         except kinds:
             _skip(schedulers)
     for scheduler, buffers in zip(schedulers, kept, strict=True):

@@ -65,6 +65,10 @@ class Watcher(Protocol):
         """Return the failure of another rank that has caused an error, if there is one or soon will be."""
 
 
+BATCHES_OF_A_LOOP = 1 << 32
+"""The number of a batch is that of its loop, times this, and its own in the loop."""
+
+
 class GroupState:
     """State that outlives the objects that use a group; does not refer to the group."""
 
@@ -84,8 +88,8 @@ class GroupState:
         self.begun = waits.BegunCollectives()
         """The collectives that this library has begun on the group and its companion."""
         self.batch = 0
-        """The number of the last batch. Kept when the decisions are freed with the last module, which happens at a
-        different time on each rank
+        """The number of the last batch, and, in units of :data:`BATCHES_OF_A_LOOP`, of its loop. Kept when the
+        decisions are freed with the last module, which happens at a different time on each rank
         (test_uneven_data.py, test_batches_are_numbered_alike_whatever_has_been_freed)."""
         self.modules_with_shares = 0
         """The number of modules with shares replicated so far; kept when modules are freed
@@ -96,6 +100,10 @@ class GroupState:
     def lose(self, reason: str) -> None:
         """Note that this rank cannot communicate over the group any more; the first reason counts."""
         self.lost = self.lost or reason
+
+    def begin_loop(self) -> None:
+        """Count a loop over batches: ranks that have left one at different batches are at the same number again."""
+        self.batch = (self.batch // BATCHES_OF_A_LOOP + 1) * BATCHES_OF_A_LOOP
 
     def next_batch(self) -> None:
         """Count a batch."""

@@ -32,9 +32,9 @@ class _Batch(NamedTuple):
     skipped: bool = False
     """True if all ranks skip this batch, or none has one."""
     failed: bool = False
-    """True if the round of this batch has failed, as all ranks know."""
-    failed_locally: bool = False
-    """True if the last failure was in a micro-batch that does not synchronise."""
+    """True if backward of this batch has failed on some rank, as all ranks know."""
+    raised: bool = False
+    """True if the round of this batch has ended with an error on all ranks."""
 
 
 class _Active(NamedTuple):
@@ -69,7 +69,7 @@ class Loop:
         if self.looks_ahead and self._active is not None:
             self._active = _Active(said.going_on if is_over else self._active.now, said.going_on)
         if not aborted:
-            self.note(skipped=said.skipped, failed=False)
+            self.note(skipped=said.skipped, failed=False, raised=False)
 
     def note(self, **changes: bool) -> None:
         """Note something of the current batch."""
@@ -88,7 +88,7 @@ class Loop:
     def is_default(self) -> bool:
         """True if a report without news would change nothing in this state."""
         batch, said = self.batch, self.said
-        return not (batch.skipped or batch.failed or said.some_end or said.all_end)
+        return not (batch.skipped or batch.failed or batch.raised or said.some_end or said.all_end)
 
     @property
     def is_usual(self) -> bool:
@@ -122,8 +122,8 @@ class Decisions:
 
     @property
     def batch(self) -> int:
-        """The number of the batch that the innermost loop is at, counted by ``batches()``."""
-        return self._state.batch
+        """The number of the batch that the innermost loop is at, counted by ``batches()``; 0 outside of loops."""
+        return self._state.batch if len(self._loops) > 1 else 0
 
     @property
     def asks_to_stop(self) -> bool:
@@ -146,6 +146,8 @@ class Decisions:
         Raises :class:`OptionError` inside of a loop that looks ahead.
         """
         self._finish_aborted()
+        if self.innermost.batch.raised and len(self._loops) > 1:
+            self._end(self.innermost)  # an error has left it, and something still refers to its generator
         if any(loop.looks_ahead for loop in self._loops):
             raise OptionError(
                 "batches(): a loop was begun inside of another one whose loader has no length on some rank. Ranks tell "
@@ -154,15 +156,20 @@ class Decisions:
                 "ranks"
             )
         loop = Loop(looks_ahead)
+        self._state.begin_loop()
         self._loops.append(loop)
         self.innermost = loop
         try:
             yield loop
         finally:
+            self._end(loop)
+
+    def _end(self, loop: Loop) -> None:
+        if loop in self._loops:
             self._loops.remove(loop)
-            self.innermost = self._loops[-1]
-            if len(self._loops) == 1:
-                self.skips_next = False
+        self.innermost = self._loops[-1]
+        if len(self._loops) == 1:
+            self.skips_next = False
 
     def next_batch(self, loop: Loop, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
         """Go to the next batch of a loop.
@@ -211,16 +218,6 @@ class Decisions:
         """Skip the batch in the next round, which has other micro-batches as well."""
         self.skips_next = True
 
-    def note_local_failure(self) -> None:
-        """Note that a micro-batch that does not synchronise has failed."""
-        self.innermost.note(failed_locally=True)
-
-    def take_local_failure(self) -> bool:
-        """Return and clear the flag set by :meth:`note_local_failure`."""
-        found = self.innermost.batch.failed_locally
-        self.innermost.note(failed_locally=False)
-        return found
-
     @contextmanager
     def skipping_on(self, errors: tuple[type[BaseException], ...]) -> Iterator[None]:
         """Skip the batch if a backward inside fails with one of ``errors``."""
@@ -245,19 +242,21 @@ class Decisions:
         self._stops = said.stops
         (loop or self.innermost).update(said, aborted, batch != self.batch)
 
-    def note_failure(self, loop: Loop | None = None) -> None:
-        """Note that the round of this batch has failed, as all ranks know; ``loop`` as in :meth:`update`."""
-        (loop or self.innermost).note(failed=True)
+    def note_failure(self, *, at_backward: bool = True) -> None:
+        """Note that the round of this batch ends with an error on all ranks, because of a failed backward or not."""
+        self.innermost.note(failed=self.innermost.batch.failed or at_backward, raised=True)
         self.skips_next = False
 
-    def note_micro_batch(self) -> None:
-        """Note that a micro-batch begins that does not synchronise: the last round was that of an earlier step."""
+    def note_new_step(self) -> None:
+        """Note that the last round was that of an earlier step, which only ``batches()`` knows otherwise."""
         if self.innermost.batch.skipped:
             self.innermost.note(skipped=False)
+        if len(self._loops) == 1 and self.innermost.batch.raised:
+            self.innermost.note(failed=False, raised=False)
 
     def note_skipped(self) -> None:
         """Note that this batch is skipped, as all ranks know."""
-        self.innermost.note(skipped=True, failed=False)
+        self.innermost.note(skipped=True, failed=False, raised=False)
         self.skips_next = False
 
     def round_ended(self) -> None:

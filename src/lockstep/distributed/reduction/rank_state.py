@@ -88,6 +88,7 @@ class Window:
         """The reason why this rank's part in the next round has to fail, or an empty text."""
         self._blocks = 0  # number of blocks under way
         self._passes = 0
+        self._lost = 0  # number of passes that have failed before they have reached the module
         self._left: list[_Left] = []
 
     @property
@@ -99,9 +100,10 @@ class Window:
     def block(self, weight: float, parameters: Sequence[ManagedParameter], synchronises: bool) -> Iterator[None]:
         """Run a block with a weight, of a module with these parameters; ``synchronises``: a round is expected in it.
 
+        The weight does not count if all backward passes in the block have failed before they have reached the module.
         If no rank reaches the module, as when all of it is frozen, there is no round, and the window is closed anyway.
         """
-        blocks, problem, passes = len(self.weights), self.problem, self._passes
+        blocks, problem, passes, lost = len(self.weights), self.problem, self._passes, self._lost
         if blocks:
             self.check_gradients()
         else:
@@ -110,6 +112,8 @@ class Window:
         self._blocks += 1
         try:
             yield
+            if self.weights and self._lost > lost and self._passes == passes:
+                del self.weights[blocks:]
             if synchronises and not self._passes:
                 self.close()
         except BaseException:
@@ -152,6 +156,10 @@ class Window:
         self._passes += 1
         if self.weights:
             self.fail(_INCOMPLETE)
+
+    def pass_lost(self) -> None:
+        """Note that a pass that does not synchronise has failed on this rank before it has reached the module."""
+        self._lost += 1
 
     def check_gradients(self) -> None:
         """Fail if any gradient has changed since the last pass; called outside of a pass, or when one begins."""
@@ -384,6 +392,11 @@ class RankState:
         self._in_round = False
         self._skips = False  # it leaves out its batch
 
+    @property
+    def has_accumulated(self) -> bool:
+        """True if micro-batches have accumulated that a later round is to reduce."""
+        return self.contribution.is_local or bool(self.contribution.window.weights)
+
     def set_requires_sync(self, required: bool) -> None:
         """Return True if backward passes that begin from now on synchronise."""
         self.requires_sync = required
@@ -413,6 +426,11 @@ class RankState:
         """Note that a backward pass has failed on this rank. If it synchronises, its contribution is dropped anyway."""
         if self.padding_batch is None:
             self.contribution.window.pass_failed()
+
+    def pass_lost(self) -> None:
+        """Note that a backward pass that does not synchronise has failed on this rank before it has reached the
+        module."""
+        self.contribution.window.pass_lost()
 
     def begin_round(self, expected: bool, differs: bool) -> None:
         """Note that a round opens.

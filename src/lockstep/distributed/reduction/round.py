@@ -296,8 +296,7 @@ class Round:
             return common.agree_anew() if verdict.changed else ()
         except (PeerError, AgreementError, OptionError):
             self._drop()
-            if verdict.failed:
-                self._decisions.note_failure()
+            self._decisions.note_failure(at_backward=verdict.failed)
             raise
 
     def _drop(self) -> None:

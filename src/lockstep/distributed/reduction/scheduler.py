@@ -18,7 +18,7 @@ from lockstep.distributed.reduction.graph import ReachableLeaves
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.replicated_modules import FAILED, SKIPPED, PassAgreement, ReplicatedModules
 from lockstep.distributed.reduction.status import Part
-from lockstep.errors import PeerError
+from lockstep.errors import OptionError, PeerError
 from lockstep.optimizer_steps import observe_steps
 from lockstep.phases import Phases
 from lockstep.run_all import RunAll
@@ -135,12 +135,11 @@ class GroupScheduler(PassObserver):
         watching = [module for module in self.modules if module.watches(this)]
         failing = [module for module in watching if module.find_arrived()]
         for each in self.modules:
-            if (
-                each not in failing
-                and each.synchronises
-                and each.is_within(reach, each in watching and each.is_expected)
-            ):
-                failing.append(each)
+            if each not in failing and each.is_within(reach, each in watching and each.is_expected):
+                if each.synchronises:
+                    failing.append(each)
+                else:
+                    each.rank_state.pass_lost()
         self._abort(failing, this)
         for each in watching:
             if each.watches(this):  # it does not synchronise, or no gradient of it was to come
@@ -264,11 +263,13 @@ class GroupScheduler(PassObserver):
         batch has failed, all ranks know already, and nothing is sent.
         """
         modules = list(self.modules)
-        if self.decisions.take_local_failure() or not self._synchronising():
+        if not self._synchronising():
             self.decisions.skip_in_next_round()
             for module in modules:
                 module.rank_state.drop_gradients()
             return
+        if any(module.passes.has_begun for module in modules):
+            self.decisions.note_new_step()
         if not self.decisions.has_failed:
             if not self.modules.exclusive:
                 _, modules = self.listen()
@@ -278,6 +279,17 @@ class GroupScheduler(PassObserver):
                 if not self.decisions.has_failed:  # else another rank has failed at this batch, too
                     raise
         self._note_skipped()
+
+    def check_no_open_window(self, caller: str) -> None:
+        """Raise :class:`OptionError` if gradients have accumulated that are to be synchronised later, outside of
+        ``no_sync()``."""
+        for module in self._synchronising():
+            if module.rank_state.has_accumulated:
+                raise OptionError(
+                    f"{caller} has ended between the micro-batches of a step: if it left out one of them, it would not "
+                    "be known whether others follow. Put it around all micro-batches of the step, or inside the block "
+                    "of accumulate() or no_sync() of each"
+                )
 
     def _skip_batch(self, modules: Sequence[Reducer]) -> None:
         steps = RunAll()

@@ -287,6 +287,11 @@ class PassLog:
                 self._unused_forwards -= 1
 
     @property
+    def has_begun(self) -> bool:
+        """True if a forward has begun since the last round."""
+        return self._through + self._unused_forwards > 0
+
+    @property
     def is_reached(self) -> bool:
         """True if the current pass has gone through a forward on the module's own parameters, or a mean that leads
         there."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from lockstep.distributed.comm.collectives import BATCHES_OF_A_LOOP
 from lockstep.distributed.reduction.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
 from lockstep.errors import OptionError, PeerError
 
@@ -166,6 +167,20 @@ def _at_other_batches(said: _Said) -> str:
     if not ahead:
         return ""
     distance = f"{ahead} ahead of" if ahead > 0 else f"{-ahead} behind"
+    if Part.SKIPS in said.all_of.part:
+        skipping = said.ranks[said.all_of.part.index(Part.SKIPS)]
+        return (
+            f"rank {said.me}: rank {said.ranks[other]} is {distance} this rank in the batches of its loop, in round "
+            f"{said.own.round}, and rank {skipping} leaves out its batch. {NOT_HANDED_OUT}. If a step has several "
+            "batches, call skip_batch(), or use skip_on(), inside accumulate() or no_sync(), so that the batch that "
+            "synchronises tells the others"
+        )
+    if abs(ahead) >= BATCHES_OF_A_LOOP // 2:
+        return (
+            f"rank {said.me}: rank {said.ranks[other]} is in another loop over lockstep.batches(), or in none, in "
+            f"round {said.own.round}, and gradients of different batches would be mixed. {NOT_HANDED_OUT}. Let all "
+            "ranks begin and leave their loops together"
+        )
     return (
         f"rank {said.me}: rank {said.ranks[other]} is {distance} this rank in the batches of its loop, in round "
         f"{said.own.round}: a rank has gone on with its next batch without a backward that synchronises for the last "

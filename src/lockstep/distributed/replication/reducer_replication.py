@@ -217,10 +217,6 @@ class ReducerReplication(Replication):
         self.set_requires_gradient_sync(required)
         try:
             yield
-        except BaseException:
-            if self.reducer is not None and not self.requires_sync:
-                self.reducer.decisions.note_local_failure()
-            raise
         finally:
             self.set_requires_gradient_sync(before)
 
@@ -238,7 +234,7 @@ class ReducerReplication(Replication):
             own = self.started_reducer.rank_state
             self._check_in_charge("accumulate()")
             if not last:
-                self.started_reducer.decisions.note_micro_batch()
+                self.started_reducer.decisions.note_new_step()
             with nullcontext() if weight is None else own.weighing(weight):
                 yield
 
