@@ -69,7 +69,7 @@ def test_parameters_that_are_not_initialised_when_they_are_needed():
 
 
 def test_modules_without_parameters():
-    nothing = lockstep.replicate(nn.ReLU(), process_group=alone())
+    nothing = lockstep.replicate(nn.Sequential(nn.ReLU()), process_group=alone())
     assert nothing(torch.ones(1)).item() == 1.0
 
 

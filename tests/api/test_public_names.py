@@ -62,14 +62,14 @@ PUBLIC = {
             .end(error)
             .is_main
             .phase(name)
-            .resume(path, *, give_up_after=3, **state)
-            .save(path, *, keep=3, step=None, wait=True, **state)
+            .resume(path, *unnamed, give_up_after=3, **state)
+            .save(path, *unnamed, keep=3, step=None, wait=True, **state)
             .shard(dataset)
             .should_stop
             .skip_batch(*modules)
             .skip_on(*errors)
             .skipped
-            .snapshot(path, *, every=None, at_most=0.02, step=None, **state)
+            .snapshot(path, *unnamed, every=None, at_most=0.02, step=None, **state)
             .step
         accumulate(module, last=True, weight=None)
         batches(loader, *modules, group=None, padding=None)
@@ -81,8 +81,8 @@ PUBLIC = {
         module loop
         mean(values, weight=1.0, group=None)
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
-        resume(path, *, group=None, **state)
-        save(path, *, keep=3, step=None, group=None, **state)
+        resume(path, *unnamed, group=None, **state)
+        save(path, *unnamed, keep=3, step=None, group=None, **state)
         class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False, stop_signals=(<Signals.SIGINT: 2>, <Signals.SIGTERM: 15>))
         shard_optimizer(optimizer, *, granularity=None)
         module sharding

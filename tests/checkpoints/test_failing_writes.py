@@ -13,6 +13,7 @@ import torch
 
 import lockstep
 from checkpoints.disk import FailingFileSystem
+from lockstep.checkpoints.files import OpenFile
 from lockstep.checkpoints.layout import list_saved
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.saving import Saving
@@ -195,3 +196,13 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path):
         Saving(tmp_path, files, Ranks(None)).save({}, 1, 7)
     with warnings.catch_warnings():
         assert lockstep.resume(tmp_path).step == 7
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_room(tmp_path, monkeypatch):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(OpenFile, "append", full)
+    words = r"No space left on device: '.*model\.pt'\n0 bytes of the file are written, .*, and [\d,]+ are free"
+    with pytest.raises(CheckpointError, match=words):
+        lockstep.save(tmp_path, model=torch.nn.Linear(8, 8))

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
-from lockstep.errors import DeviceError, LockstepError, OptionError, UnknownOptionError
+from lockstep.errors import CommunicationError, DeviceError, LockstepError, OptionError, UnknownOptionError
 
 WRONG = {
     "seed": ({"seed": "a"}, "seed is 'a', expected an int"),
@@ -100,3 +100,55 @@ def test_what_is_no_module():
         lockstep.replicate([net])
     with pytest.raises(OptionError, match=r"expected a torch.nn.Module to replicate, got list"):
         lockstep.DistributedDataParallel([net])
+
+
+# --------------------------------------------------------------------------- what beginners write
+
+
+def resume_into_another(run, path):
+    run.save(path, model=torch.nn.Linear(2, 2))
+    run.resume(path, model=torch.nn.Linear(3, 3))
+
+
+MISTAKES = {
+    "a state without a name": (
+        lambda run, path: run.save(path, torch.nn.Linear(1, 1)),
+        r"save\(\) got a Linear without a name; .*: save\(path, model=model, optimizer=optimizer\)",
+    ),
+    "resume without a name": (lambda run, path: run.resume(path, {}), r"resume\(\) got a dict without a name"),
+    "snapshot without a name": (lambda run, path: run.snapshot(path, 3), r"snapshot\(\) got a int without a name"),
+    "another model": (resume_into_another, r"the model in .*save-000001-.* cannot be loaded into this Linear: Runtime"),
+    "a number of batches": (lambda run, _: run.batches(5), r"batches\(\) got 5 of type int; expected a loader"),
+    "a layer without anything": (
+        lambda *_: lockstep.replicate(torch.nn.ReLU()),
+        r"replicate\(\) got a ReLU, which has neither parameters nor buffers",
+    ),
+    "a module to shard": (
+        lambda *_: lockstep.shard_optimizer(torch.nn.Linear(1, 1)),
+        r"shard_optimizer\(\) got a Linear; expected an optimizer, such as",
+    ),
+    "twice": (
+        lambda *_: lockstep.replicate(lockstep.replicate(torch.nn.Linear(1, 1))),
+        r"Call replicate\(\) once, and use the module that you gave it",
+    ),
+    "barrier": (lambda run, _: run.barrier(), r"no attribute 'barrier'; call torch.distributed.barrier\(run.group\)"),
+    "misspelt": (lambda run, _: run.rnak, r"the session has no attribute 'rnak'$"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_what_beginners_write_is_refused_at_the_call(call, words, tmp_path):
+    with lockstep.session(alone=True) as run, pytest.raises((LockstepError, AttributeError), match=words):
+        call(run, tmp_path / "ck")
+
+
+def test_without_a_group_the_session_is_named():
+    for call in (
+        lambda: lockstep.mean(1.0),
+        lambda: lockstep.check_in_sync(torch.nn.Linear(1, 1)),
+        lockstep.should_stop,
+    ):
+        with pytest.raises(
+            CommunicationError, match=r"no process group yet: begin one by `with lockstep.session\(\) as"
+        ):
+            call()

@@ -7,9 +7,11 @@ any order.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import queue
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -57,6 +59,7 @@ class OpenFile:
     """A new file, with the digest of the data written to it."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = open(path, "xb")  # noqa: SIM115  (closed by close())
         self._digest = _Digest()
         self.bytes = 0
@@ -69,10 +72,22 @@ class OpenFile:
         try:
             self.append(data)
         except OSError as error:
+            if error.errno == errno.ENOSPC:
+                self._add_room(error, len(data))
             self.error = error
             raise
         self.bytes += len(data)
         return len(data)
+
+    def _add_room(self, error: OSError, needed: int) -> None:
+        """Add to an error how much was to be written, and how much room there is."""
+        error.filename = str(self.path)
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(self.path.parent).free
+            error.add_note(
+                f"{self.bytes:,} bytes of the file are written, {needed:,} more were to follow, and {free:,} are free; "
+                "make room, or save to another disk"
+            )
 
     def append(self, data: Any) -> None:
         """Append bytes to the file itself, without the digest."""

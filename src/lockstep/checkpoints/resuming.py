@@ -32,6 +32,7 @@ from lockstep.checkpoints.state import (
     VALUE,
     Entry,
     Parts,
+    check_named,
     check_target,
     common_parts,
     copy_of,
@@ -63,7 +64,7 @@ class Resumed:
     """The plain values that were saved under names not given to :func:`lockstep.resume`; tensors are on the CPU."""
 
 
-def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state: Any) -> Resumed | None:
+def resume(path: str | os.PathLike[str], *unnamed: object, group: Group | None = None, **state: Any) -> Resumed | None:
     """Continue the run that :func:`lockstep.save` has saved; call it on every rank, before the first step.
 
     All ranks take the newest checkpoint that is complete on every rank. A warning tells for each newer one what it
@@ -114,6 +115,7 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
 
     Stands for: ``torch.load`` and a ``load_state_dict`` for each object, from a file that may be incomplete.
     """
+    check_named(unnamed, "resume()")
     return Resuming(Path(path), Ranks(group)).resume(state)
 
 
@@ -133,6 +135,7 @@ class Resuming:
         self._whole: dict[str, Manifest] = {}
         self._entries: list[Entry] = []
         self._own: dict[str, Any] = {}
+        self._loaded_from = Path()
         self._parts: dict[str, Parts] = {}
         self._before: list[tuple[Entry, Parts]] = []
         self._streams_before: Streams | None = None
@@ -322,7 +325,7 @@ class Resuming:
         if not own or manifest.world_size != self._ranks.size:
             loaded = {"own": {name: common_parts(parts) for name, parts in loaded["own"].items()}}
         given = {entry.name for entry in self._entries}
-        self._own = loaded
+        self._own, self._loaded_from = loaded, folder
         self._parts = {}
         for name, kind in manifest.entries.items():
             if name in given or kind.startswith(VALUE):
@@ -362,7 +365,13 @@ class Resuming:
         # The position of a rank's own loader does not concern the others, and reading it may start its workers.
         self._before = [(each, copy_of(each)) for each in filled if each.kind != STATE_DICT + OWN]
         for entry in filled:
-            put_back(entry, parts[entry.name])
+            try:
+                put_back(entry, parts[entry.name])
+            except Exception as error:
+                what = (
+                    f"the {entry.name} in {self._loaded_from} cannot be loaded into this {type(entry.target).__name__}"
+                )
+                raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
 
     def _restore_training(self) -> None:
         """Restore all rounds and hooks, even if some fail, since the next round may have to begin with an agreement."""

@@ -27,14 +27,19 @@ from lockstep.checkpoints.layout import (
 from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.same_values import check_same_values, told
-from lockstep.checkpoints.state import OWN, VALUE, Entry, HostCopies, Parts, entries_of, read
+from lockstep.checkpoints.state import OWN, VALUE, Entry, HostCopies, Parts, check_named, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.collectives import Group
 from lockstep.errors import CheckpointError, OptionError
 
 
 def save(
-    path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, group: Group | None = None, **state: Any
+    path: str | os.PathLike[str],
+    *unnamed: object,
+    keep: int = 3,
+    step: int | None = None,
+    group: Group | None = None,
+    **state: Any,
 ) -> Path:
     """Save a training run, so that :func:`lockstep.resume` continues it with the same bits; call it on every rank.
 
@@ -84,6 +89,7 @@ def save(
 
     Stands for: ``if rank == 0: torch.save(...)``.
     """
+    check_named(unnamed, "save()")
     return Saving(Path(path), FileSystem(), Ranks(group)).save(state, keep, step)
 
 

@@ -178,6 +178,16 @@ def check_target(entry: Entry, saved: str) -> None:
         )
 
 
+def check_named(unnamed: tuple[object, ...], call: str) -> None:
+    """Raise :class:`OptionError` if objects were given to a call without a name."""
+    if unnamed:
+        kind = type(unnamed[0]).__name__
+        raise OptionError(
+            f"{call} got a {kind} without a name; give each object one, which its state has in the checkpoint: "
+            f"{call.removesuffix('()')}(path, model=model, optimizer=optimizer)"
+        )
+
+
 def put_back(entry: Entry, parts: Parts) -> None:
     """Restore the saved state of an object, except for the parts that :func:`restore_training` restores.
 

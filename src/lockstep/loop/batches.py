@@ -83,6 +83,10 @@ class Batches(Generic[B]):
     """The result of :func:`batches`. Its length, if it has one, is the same on all ranks."""
 
     def __init__(self, loader: Iterable[B], groups: Sequence[Group], padding: B | None) -> None:
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise OptionError(
+                f"batches() got {loader!r} of type {type(loader).__name__}; expected a loader, or another iterable"
+            )
         self._loader = loader
         self._schedulers = sorted((scheduler_of(each) for each in groups), key=lambda each: each.order)
         self._own = _length(loader)

@@ -6,10 +6,10 @@ from torch.nn import Module, Parameter
 
 from lockstep.arguments import check_module, did_you_mean
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
-from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
 from lockstep.distributed.reduction.values import find_difference
 from lockstep.distributed.replication.replication import find_replication
-from lockstep.errors import CommunicationError, OutOfSyncError, UnknownOptionError
+from lockstep.errors import OutOfSyncError, UnknownOptionError
 from lockstep.phases import Phases
 
 
@@ -54,9 +54,8 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
         )
     check_module(module, "check_in_sync()")
     replication = find_replication(module)
-    group = replication.group if process_group is None and replication is not None else resolve_group(process_group)
-    if group is None:
-        raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
+    group = replication.group if process_group is None and replication is not None else None
+    group = needed_group(process_group) if group is None else group
     collectives = Collectives(group, Phases())
     has_own_buffers = replication is not None and replication.options.policy == "local"
     named = [*module.named_parameters(), *(() if has_own_buffers else module.named_buffers())]
@@ -68,5 +67,6 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
         raise OutOfSyncError(
             f"{found.name} is out of sync: digest {found.digests[0]} on rank {found.first}, "
             f"{found.digests[1]} on rank {found.rank}; something changed it on one rank only, such as an optimizer "
-            "step on gradients that were not synchronised, or a random number that differs by rank"
+            "step on gradients that were not synchronised, or with another learning rate, or a random number that "
+            "differs by rank"
         )

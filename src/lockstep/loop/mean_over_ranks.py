@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
-from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
 from lockstep.distributed.reduction.engine import current_pass
 from lockstep.distributed.reduction.graph import MEANS, MeanInPass, ReachableLeaves, mark_output, reach_of
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.dtensors import like_parameter, local_part
-from lockstep.errors import CommunicationError, GradientError, PeerError
+from lockstep.errors import GradientError, PeerError
 from lockstep.phases import Phases
 
 
@@ -62,9 +62,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
 
     Stands for: ``torch.distributed.nn.functional.all_reduce`` divided by the world size.
     """
-    group = resolve_group(process_group)
-    if group is None:
-        raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
+    group = needed_group(process_group)
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     collectives = Collectives(group, Phases())
     lines = [Line("the number of tensors given to mean_over_ranks()", str(len(listed)))]

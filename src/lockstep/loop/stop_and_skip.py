@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.nn import Module
 
-from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
 from lockstep.distributed.reduction.decisions import Decisions, decisions_of
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.reducer_replication import rounds_of
-from lockstep.errors import CommunicationError, OptionError
+from lockstep.errors import OptionError
 from lockstep.phases import Phases
 from lockstep.run_all import RunAll
 
@@ -37,11 +37,9 @@ def known_group(group: Group | None) -> Group:
 
     Raises :class:`CommunicationError` if there is none, and :class:`OptionError` for an object that is not a group.
     """
-    found = resolve_group(group)
-    if found is not None and not isinstance(found, dist.ProcessGroup | Backend):
+    found = needed_group(group)
+    if not isinstance(found, dist.ProcessGroup | Backend):
         raise OptionError(f"expected a process group, got {type(found).__name__}; leave it out for the default group")
-    if found is None:
-        raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
     return found
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, Subset
 from lockstep import loop
 from lockstep.checkpoints import Resumed
 from lockstep.checkpoints.crash_loops import TO_LEAVE_OUT
+from lockstep.checkpoints.state import check_named
 from lockstep.distributed.comm.collectives import Group, leave_companions
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.errors import OptionError
@@ -34,6 +35,20 @@ from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_sig
 from lockstep.wrapper import naming_options
 
 T = TypeVar("T")
+
+
+_ELSEWHERE = {
+    "all_gather": "torch.distributed.all_gather_object(list, object, group=run.group)",
+    "all_reduce": "torch.distributed.all_reduce(tensor, group=run.group), lockstep.mean() or lockstep.loop.total()",
+    "backward": "loss.backward()",
+    "barrier": "torch.distributed.barrier(run.group)",
+    "broadcast": "torch.distributed.broadcast(tensor, 0, group=run.group)",
+    "gather": "torch.distributed.gather_object(object, list, group=run.group)",
+    "mean": "lockstep.mean()",
+    "print": "print() under `if run.is_main:`",
+    "replicate": "lockstep.replicate(module)",
+}
+"""What users of other libraries look for in a session, and where it is."""
 
 
 class CountedBatches(loop.Batches[T]):
@@ -184,7 +199,13 @@ class Session:
         return self.progress.phase(name)
 
     def save(
-        self, path: "str | os.PathLike[str]", *, keep: int = 3, step: int | None = None, wait: bool = True, **state: Any
+        self,
+        path: "str | os.PathLike[str]",
+        *unnamed: object,
+        keep: int = 3,
+        step: int | None = None,
+        wait: bool = True,
+        **state: Any,
     ) -> Path:
         """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given.
 
@@ -197,6 +218,7 @@ class Session:
         Behind the training, each rank communicates some small values through the store at which the ranks have met.
         Returns the folder of the checkpoint, which may not exist yet.
         """
+        check_named(unnamed, "save()")
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
             return self._state.save(Path(path), keep, step, self._generators() | state, wait=wait)
@@ -204,7 +226,7 @@ class Session:
     def snapshot(
         self,
         path: "str | os.PathLike[str]",
-        *,
+        *unnamed: object,
         every: int | None = None,
         at_most: float = 0.02,
         step: int | None = None,
@@ -241,6 +263,7 @@ class Session:
 
         A call that takes a snapshot communicates what :func:`lockstep.save` does; other calls communicate nothing.
         """
+        check_named(unnamed, "snapshot()")
         if not self._state.snapshot_is_due(path, every, at_most):
             return False
         step = self.step if step is None else step
@@ -251,7 +274,7 @@ class Session:
     def resume(
         self,
         path: "str | os.PathLike[str]",
-        *,
+        *unnamed: object,
         give_up_after: int | None = 3,
         **state: Any,
     ) -> Resumed | None:
@@ -265,6 +288,7 @@ class Session:
         of that step, if the state has one :class:`lockstep.shares.GlobalBatches` or
         :class:`~lockstep.ResumableSampler`, whose batches :meth:`batches` counts.
         """
+        check_named(unnamed, "resume()")
         if "skip_poison" in state:
             raise OptionError(f"resume() has no option skip_poison. {TO_LEAVE_OUT}")
         with self.phase(Phase.CHECKPOINT):
@@ -311,6 +335,12 @@ class Session:
         elif isinstance(error, Exception):
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             self._state.note_failure(self.rank, self.step, self.progress.in_batches, why)
+
+    if not TYPE_CHECKING:  # type checkers know what a session has
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = f"; call {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise AttributeError(f"the session has no attribute {name!r}{hint}")
 
     def _release(self) -> None:
         self._decisions = None

@@ -23,7 +23,7 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.replication.join import is_in_join
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import Replication, replications
-from lockstep.errors import AlreadyManagedError, NotReplicableError, ShardingError
+from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError, ShardingError
 from lockstep.identity_map import IdentityMap
 from lockstep.sharding import state_dicts
 from lockstep.sharding.granularity import Granularity, granularity_of, step_of
@@ -266,6 +266,11 @@ def shard_optimizer(optimizer: AnyOptimizer, *, granularity: Granularity | None 
     """
     if isinstance(optimizer, ShardedOptimizer):
         raise AlreadyManagedError("this optimizer has been sharded already; use what shard_optimizer() returned")
+    if not isinstance(optimizer, Optimizer):
+        raise OptionError(
+            f"shard_optimizer() got a {type(optimizer).__name__}; expected an optimizer, such as "
+            "torch.optim.AdamW(model.parameters())"
+        )
     names, found = names_of(optimizer)
     collectives, kind = _collectives_of(found), type(optimizer)
     shards, state, failure = Shards(kind, "tensor", collectives), {}, None

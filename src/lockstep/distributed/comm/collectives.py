@@ -736,6 +736,17 @@ def resolve_group(group: Group | None) -> Group | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+def needed_group(group: Group | None) -> Group:
+    """Return ``group``, or the default group; raise :class:`CommunicationError` if there is none."""
+    found = resolve_group(group)
+    if found is None:
+        raise CommunicationError(
+            "there is no process group yet: begin one by `with lockstep.session() as run:`, or call "
+            "torch.distributed.init_process_group(), before this"
+        )
+    return found
+
+
 def global_ranks(group: Group) -> Sequence[int]:
     """Return the group's ranks, in order, as ranks of the default group, which is how messages name them.
 

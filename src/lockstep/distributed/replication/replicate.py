@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from lockstep.distributed.reduction.parameters import sharded_children
 from lockstep.distributed.replication.instance_methods import add_methods
@@ -101,7 +101,12 @@ def replicate(
     if isinstance(module, Replicated):
         raise AlreadyManagedError(
             "Each distinct composable distributed API can only be applied to a module once. replicate has already been "
-            f"applied to the following module:\n{module}"
+            f"applied to the following module:\n{module}\nCall replicate() once, and use the module that you gave it"
+        )
+    if _is_empty(module):
+        raise OptionError(
+            f"replicate() got a {type(module).__name__}, which has neither parameters nor buffers: there is nothing to "
+            "keep the same on all ranks; replicate the network that it belongs to"
         )
     list(sharded_children(module))
     ignored = list(ignored_modules or ())
@@ -116,6 +121,14 @@ def replicate(
 
 
 _METHODS = ("set_requires_gradient_sync", "no_sync", "register_comm_hook")
+
+
+def _is_empty(module: Module) -> bool:
+    """Return True for a layer without parameters and buffers, but not for a container, which may be filled later."""
+    if isinstance(module, Sequential | ModuleList | ModuleDict):
+        return False
+    parts = module.parameters(recurse=False), module.buffers(recurse=False), module.children()
+    return all(next(each, None) is None for each in parts)
 
 
 def _attach(module: Module, replication: Replication, undo: ExitStack) -> None:
