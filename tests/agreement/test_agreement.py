@@ -555,3 +555,25 @@ def test_values_are_compared_bit_by_bit_but_not_their_layout():
         lockstep.check_in_sync(module, rank.group)
 
     run_ranks(2, call)
+
+
+class OwnAverage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.average = nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def leaves_out(rank):
+    model = OwnAverage()
+    lockstep.replicate(model, process_group=rank.group, ignored_modules=[model.average])
+    model.average.running_mean.fill_(rank.rank)
+    lockstep.check_in_sync(model)
+    with pytest.raises(OutOfSyncError, match=r"pass its module to replicate\(ignored_modules="):
+        lockstep.check_in_sync(model.average, rank.group)
+
+
+def test_what_a_module_leaves_to_each_rank_is_not_compared():
+    run_ranks(2, leaves_out)

@@ -361,7 +361,8 @@ def test_another_class_on_one_rank_is_an_error_on_all(size):
     plain = f"float32 of shape ({size},)"
     error = (
         f"ranks differ in buffer kept: rank 0 has {plain}; rank 1 has {plain}, Attributed of float32 ({size},); "
-        "make it the same on all ranks"
+        'make it the same on all ranks. If each rank is to have its own, pass buffer_policy="local" for all buffers, '
+        "or the module of this one as ignored_modules=[...]"
     )
     assert run_ranks(2, call) == [(error, 1.0)] * 2
 

@@ -8,7 +8,7 @@ from lockstep.arguments import check_module, did_you_mean
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
 from lockstep.distributed.reduction.values import find_difference
-from lockstep.distributed.replication.replication import find_replication
+from lockstep.distributed.replication.replication import find_replication, own_names
 from lockstep.errors import OutOfSyncError, UnknownOptionError
 from lockstep.phases import Phases
 
@@ -22,7 +22,8 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
         if run.step % 100 == 0:
             check_in_sync(model)
 
-    Buffers of which each rank has its own (``buffer_policy="local"``) are not compared.
+    What a replicated module leaves to each rank is not compared: ``ignored_modules``, ``params_and_buffers_to_ignore``,
+    and buffers with ``buffer_policy="local"``.
 
     Args:
         module: A module with the same names, shapes and dtypes on every rank, replicated or not. If a parameter is a
@@ -57,8 +58,8 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
     group = replication.group if process_group is None and replication is not None else None
     group = needed_group(process_group) if group is None else group
     collectives = Collectives(group, Phases())
-    has_own_buffers = replication is not None and replication.options.policy == "local"
-    named = [*module.named_parameters(), *(() if has_own_buffers else module.named_buffers())]
+    own = own_names(module, module)
+    named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in own]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
     values = [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}", each) for name, each in named]
     check_same_on_all_ranks(lines, collectives)
@@ -68,5 +69,6 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
             f"{found.name} is out of sync: digest {found.digests[0]} on rank {found.first}, "
             f"{found.digests[1]} on rank {found.rank}; something changed it on one rank only, such as an optimizer "
             "step on gradients that were not synchronised, or with another learning rate, or a random number that "
-            "differs by rank"
+            "differs by rank. To leave out a tensor of which each rank has its own, such as a moving average, pass its "
+            "module to replicate(ignored_modules=[...])"
         )

@@ -187,6 +187,11 @@ def _difference(ranks: tuple[int, int], mine: Sequence[str], theirs: Sequence[st
             f"ranks differ in {mine[0]}: rank {first} has {mine[1]}; rank {rank} has {theirs[1]}; make it the same on "
             "all ranks"
         )
+        if mine[0].startswith("buffer "):
+            text += (
+                '. If each rank is to have its own, pass buffer_policy="local" for all buffers, or the module of this '
+                "one as ignored_modules=[...]"
+            )
         if "strides" in mine[1] + theirs[1]:
             text += f" ({mine[0]} of rank {rank} appears not to match strides of the same param in process {first})"
         return text
