@@ -258,6 +258,55 @@ def test_backward_on_a_stream_of_its_own(gpu):
     run_processes(1, side_streams, timeout=LIMIT)
 
 
+class Slow(torch.autograd.Function):
+    """The identity; in backward, what follows on its stream has to wait."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.cuda._sleep(CYCLES)
+        return gradient
+
+
+class Branches(nn.Module):
+    """Two branches, on two streams, whose gradients are in one bucket; those of the left one come late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, stream):
+        here = torch.cuda.current_stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            right = self.right(x)
+        left = Slow.apply(self.left(x))  # its backward comes first
+        here.wait_stream(stream)
+        return (left * left).sum() + (right * right).sum()
+
+
+def branches_on_two_streams(rank):
+    """Whoever copies the bucket on the stream of its last gradient reads others that are not there yet."""
+    device, group = begin("cuda")
+    local, stream = rank.make(Branches).to(device), torch.cuda.Stream()
+    model = lockstep.replicate(copy.deepcopy(local), process_group=group)
+    for step in range(5):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(device)
+        for module in (local, model):
+            module.zero_grad()
+            module(x, stream).backward()
+        got = gradients(model)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(got, gradients(local), msg=lambda text, step=step: f"step {step}: {text}")
+
+
+def test_a_bucket_of_gradients_from_two_streams(gpu):
+    run_processes(1, branches_on_two_streams, timeout=LIMIT)
+
+
 # ---------------------------------------------------------------------------------------- memory
 
 

@@ -69,6 +69,9 @@ class GradientBucket(ABC):
         self._parameters = [member.parameter for member in members]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._devices = [parameter.device for parameter in self._parameters] if torch.accelerator.is_available() else ()
+        self.has_stream = planned.layout.device.type not in ("cpu", "meta")
+        """True if its gradients are accumulated on streams: it is on an accelerator."""
+        self._stream: torch.Stream | None = None  # the one of all gradients, once it is known
         self.is_full = False
         """True if it was noticed, while backward runs, that all gradients have come."""
         self._scale = 1.0
@@ -113,6 +116,16 @@ class GradientBucket(ABC):
         missing = snapshot.missing(self.planned.indices, list(map(_grad_of, self._parameters)))
         self.is_full = not missing
         return missing[-1] if missing else None
+
+    def is_on_current_stream(self) -> bool:
+        """Return True if the current stream is the one on which autograd accumulates all of its gradients: only there
+        may they be taken before the pass has ended."""
+        if self._stream is None:
+            first = self.members[0].stream
+            if first is None or any(member.stream != first for member in self.members):
+                return False
+            self._stream = first
+        return bool(torch.accelerator.current_stream(self._stream.device) == self._stream)
 
     @abstractmethod
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:

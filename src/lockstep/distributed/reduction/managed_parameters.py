@@ -14,6 +14,11 @@ backward that synchronises, each runs once for every parameter that any rank has
 The reducer finds gradients without hooks when a pass is over (``engine.py``). A *trigger* lets it look earlier: in each
 bucket, the parameter whose gradient came last in an earlier backward has one.
 
+On an accelerator autograd accumulates each gradient on the stream on which a forward has made the parameter's
+``AccumulateGrad`` node, and lets other streams wait for it only at the end of the pass. So a bucket may be copied
+earlier only on that stream, if all of its gradients have the same. The first trigger of a parameter notes the stream,
+and the node is kept from then on, since the next forward could make another one on another stream.
+
 Hooks refer to their reducer weakly, since the garbage collector does not see references held by hooks.
 """
 
@@ -30,6 +35,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Module, Parameter
 
@@ -43,7 +49,7 @@ from lockstep.inner_tensors import check_trained, is_plain
 class ManagedParameter:
     """A parameter whose gradient is synchronised, with its name and its index among those of the module."""
 
-    __slots__ = ("__weakref__", "_kind", "index", "name", "parameter", "sparse", "spec")
+    __slots__ = ("__weakref__", "_accumulator", "_kind", "index", "name", "parameter", "sparse", "spec", "stream")
 
     def __init__(self, index: int, name: str, parameter: Parameter, sparse: bool) -> None:
         self.index = index
@@ -56,6 +62,19 @@ class ManagedParameter:
         stride = dense_stride(shape, local.stride()) if is_plain(local) else contiguous_stride(shape)
         self.spec = TensorSpec(name, shape, stride, dtype, device)
         self._kind = _kind_of(parameter)
+        self.stream: torch.Stream | None = None
+        """The stream on which autograd accumulates the gradient; None until that is known, and on the CPU."""
+        self._accumulator: object = None  # the node that does so, kept
+
+    @property
+    def needs_stream(self) -> bool:
+        """True if the stream on which autograd accumulates the gradient is still to be noted."""
+        return self.stream is None and self.spec.device.type not in ("cpu", "meta")
+
+    def note_stream(self) -> None:
+        """Note the current stream, which is the one on which autograd has just accumulated the gradient."""
+        self._accumulator = get_gradient_edge(self.parameter).node
+        self.stream = torch.accelerator.current_stream(self.spec.device)
 
     def take(self, grad: Tensor) -> Tensor:
         """Return this rank's part of a gradient as a plain tensor; raise if its dtype or shape is not as planned."""
@@ -84,6 +103,7 @@ class ManagedParameter:
         place, spec = copy.copy(self), self.spec
         values = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         place.parameter = Parameter(values, requires_grad=self.parameter.requires_grad)
+        place.stream = place._accumulator = None
         return place
 
     def check_parameter(self) -> None:
@@ -137,6 +157,9 @@ class Owner(Protocol):
 
     def gradient_triggered(self, index: int) -> None:
         """Note that autograd has accumulated the gradient of parameter ``index``, which has a trigger."""
+
+    def note_stream(self, index: int) -> None:
+        """Note the stream on which autograd has just accumulated the gradient of parameter ``index``."""
 
     def retire(self) -> None:
         """Stop synchronising: another replication has taken over all parameters."""
@@ -256,6 +279,19 @@ class Trigger:
         reducer = self._reducer()
         if reducer is not None:
             reducer.gradient_triggered(self._index)
+
+
+class StreamTrigger(Trigger):
+    """A trigger that first lets the reducer note the stream on which autograd accumulates the gradient."""
+
+    __slots__ = ()
+
+    def __call__(self, parameter: Parameter) -> None:
+        """See :meth:`Trigger.__call__`."""
+        reducer = None if is_dynamo_compiling() else self._reducer()
+        if reducer is not None:
+            reducer.note_stream(self._index)
+        super().__call__(parameter)
 
 
 class OutlivedHook:

@@ -58,6 +58,7 @@ from lockstep.distributed.reduction.graph import ReachableLeaves
 from lockstep.distributed.reduction.managed_parameters import (
     HookDictionary,
     ManagedParameter,
+    StreamTrigger,
     Trigger,
     generation,
     hold,
@@ -226,18 +227,29 @@ class Reducer:
         if self.common.plan.observes:
             numbers = [member.index for member in self.parameters]
         else:
-            numbers = [each.planned.indices[-1] for each in buckets.in_order if not each.waits_for_end]
+            early = [each for each in buckets.in_order if not each.waits_for_end]
+            numbers = [each.planned.indices[-1] for each in early]
+            numbers += [member.index for each in early for member in each.members if member.needs_stream]
         for number in numbers:
             self._put_trigger(number)
 
     def _put_trigger(self, number: int) -> None:
-        parameter = self._triggers.on[number] = self.parameters[number].parameter
-        hold(parameter, self).set_trigger(Trigger(number, self))
+        member = self.parameters[number]
+        parameter = self._triggers.on[number] = member.parameter
+        kind = StreamTrigger if member.needs_stream else Trigger
+        hold(parameter, self).set_trigger(kind(number, self))
 
     def _remove_triggers(self) -> None:
         for parameter in self._triggers.on.values():
             remove_trigger(parameter)
         self._triggers = _Triggers(None, {})
+
+    def note_stream(self, index: int) -> None:
+        """Note the stream on which autograd has just accumulated the gradient of a parameter; the triggers of the next
+        pass are others."""
+        with self._lock:
+            self.parameters[index].note_stream()
+            self._triggers = self._triggers._replace(buckets=None)
 
     def gradient_triggered(self, index: int) -> None:
         """Note that autograd has accumulated the gradient of a parameter that has a trigger."""
@@ -604,7 +616,7 @@ class _Triggers(NamedTuple):
     """The triggers on parameters."""
 
     buckets: BucketsInUse | None
-    """The buckets that they are for."""
+    """The buckets that they are for; None if they are to be placed anew."""
     on: dict[int, Parameter]
     """The parameters that have one, by number."""
 

@@ -135,6 +135,8 @@ class Round:
         # Ranks that use different parameters reach a mean inside of the pass at different times.
         if not self._common.is_ready or has_means() or not self._common.modules.exclusive:
             return False
+        if bucket.has_stream and not bucket.is_on_current_stream():
+            return False
         return not self._common.hook.hook or self._may_call_hook(bucket.members[0].spec.device)
 
     def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, blocking: bool = False) -> None:

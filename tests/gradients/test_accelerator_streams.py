@@ -1,0 +1,153 @@
+"""Forwards on several streams: a gradient is taken during backward only on the stream on which it is accumulated.
+
+Autograd lets other streams wait for it only at the end of the pass. Simulated accelerators have no asynchronous
+execution, so these tests look at where gradients are copied, not at values; `tests/gpu` has the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from threaded import run_ranks
+
+pytestmark = pytest.mark.usefixtures("sim")
+
+on_accelerators = functools.partial(run_ranks, 1, device="sim")
+LEFT, RIGHT = {(4, 3), (4,)}, {(5, 3), (5,)}
+
+
+class Branches(nn.Module):
+    """Two branches, of which the right one runs on a stream of its own, if there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 5)
+
+    def forward(self, x, stream=None):
+        here = torch.accelerator.current_stream(x.device)
+        stream = stream or here
+        stream.wait_stream(here)
+        with stream:
+            right = self.right(x)
+        left = self.left(x)
+        here.wait_stream(stream)
+        return left.sum() + right.sum()
+
+
+class CopiedGradients:
+    """The shapes of gradients that are copied into a bucket together, the stream, and whether backward still runs."""
+
+    def __init__(self, monkeypatch):
+        self.seen = []
+        self.caller = None
+        self._copy = torch._foreach_copy_
+        monkeypatch.setattr(torch, "_foreach_copy_", self)
+
+    def __call__(self, views, gradients, *args, **kwargs):
+        stream = torch.accelerator.current_stream(views[0].device).stream_id
+        shapes = {tuple(gradient.shape) for gradient in gradients}
+        self.seen.append((shapes, stream, threading.get_ident() != self.caller))
+        return self._copy(views, gradients, *args, **kwargs)
+
+    def of_step(self, model, x, **kwargs):
+        self.seen, self.caller = [], threading.get_ident()
+        model.zero_grad()
+        model(x, **kwargs).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is None or parameter.grad.isfinite().all()
+        return self.seen
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    return CopiedGradients(monkeypatch)
+
+
+def branches(rank, **options):
+    return lockstep.replicate(rank.make(Branches), process_group=rank.group, **options)
+
+
+def one_bucket(rank, copied):
+    model, side, x = branches(rank), torch.Stream(device=rank.device), torch.ones(2, 3)
+    return [copied.of_step(model, x, stream=side) for _ in range(4)]
+
+
+def test_a_bucket_of_gradients_on_two_streams_is_taken_when_backward_has_ended(copied):
+    (steps,) = on_accelerators(one_bucket, copied)
+    assert steps == [[(LEFT | RIGHT, 0, False)]] * 4
+
+
+def bucket_for_each(rank, copied):
+    model, side, x = branches(rank, bucket_cap_mb=1e-5), torch.Stream(device=rank.device), torch.ones(2, 3)
+    return [copied.of_step(model, x, stream=side) for _ in range(4)], side.stream_id
+
+
+def test_buckets_of_one_stream_each_are_taken_during_backward_on_that_stream(copied):
+    ((steps, side),) = on_accelerators(bucket_for_each, copied)
+    for step in steps[1:]:
+        assert all(during for _, _, during in step)
+        assert {stream for shapes, stream, _ in step if shapes <= RIGHT} == {side}
+        assert {stream for shapes, stream, _ in step if shapes <= LEFT} == {0}
+
+
+def under_a_stream(rank, copied):
+    model, side, x = branches(rank), torch.Stream(device=rank.device), torch.ones(2, 3)
+    with side:
+        return [copied.of_step(model, x) for _ in range(3)], side.stream_id
+
+
+def test_training_on_a_stream_other_than_that_of_replicate_takes_buckets_during_backward(copied):
+    ((steps, side),) = on_accelerators(under_a_stream, copied)
+    assert steps == [[(LEFT | RIGHT, side, False)], *[[(LEFT | RIGHT, side, True)]] * 2]
+
+
+def two_streams_later(rank, copied, sim):
+    model, side, x = branches(rank), torch.Stream(device=rank.device), torch.ones(2, 3)
+    for _ in range(3):
+        copied.of_step(model, x)
+    sim.reset_stream_log()
+    return copied.of_step(model, x, stream=side), side.stream_id, sim.stream_log()
+
+
+def test_a_branch_that_moves_to_another_stream_is_accumulated_where_it_was(copied, sim):
+    ((step, side, log),) = on_accelerators(two_streams_later, copied, sim)
+    assert step == [(LEFT | RIGHT, 0, True)]
+    waits = {line.event for line in log if line.action == "wait" and line.stream == 0}
+    produced = [line.event for line in log if line.action == "record" and line.stream == side]
+    assert waits.issuperset(produced)
+    assert len(produced) >= 2  # of forward, and of its gradients in backward
+
+
+def unfrozen_later(rank, copied):
+    model, side, x = branches(rank), torch.Stream(device=rank.device), torch.ones(2, 3)
+    model.right.requires_grad_(False)
+    for _ in range(3):
+        copied.of_step(model, x)
+    model.right.requires_grad_(True)
+    return [copied.of_step(model, x, stream=side) for _ in range(4)]
+
+
+def test_a_branch_that_is_unfrozen_and_runs_on_another_stream(copied):
+    (steps,) = on_accelerators(unfrozen_later, copied)
+    for step in steps:
+        assert not any(shapes & LEFT and shapes & RIGHT and during for shapes, _, during in step)
+
+
+def unfrozen_on_the_same_stream(rank, copied):
+    model, x = branches(rank), torch.ones(2, 3)
+    model.right.requires_grad_(False)
+    for _ in range(3):
+        copied.of_step(model, x)
+    model.right.requires_grad_(True)
+    return [copied.of_step(model, x) for _ in range(5)][3:]
+
+
+def test_a_branch_that_is_unfrozen_is_taken_during_backward_again_after_three_passes(copied):
+    (steps,) = on_accelerators(unfrozen_on_the_same_stream, copied)
+    assert steps == [[(LEFT | RIGHT, 0, True)]] * 2
