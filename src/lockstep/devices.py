@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from lockstep.errors import DeviceError, LengthError
+from lockstep.errors import DeviceError, LengthError, OptionError
 
 DeviceLike = int | str | torch.device
 CPU = torch.device("cpu")
@@ -16,6 +16,22 @@ CPU = torch.device("cpu")
 def accelerator() -> torch.device | None:
     """Return the type of accelerator that this process can use, or None."""
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raise :class:`OptionError` if the current stream of an accelerator is being captured into a graph.
+
+    ``what``: the part of a step that would be captured. A replay repeats what was sent to the device, but nothing that
+    the host has done: the ranks would tell each other nothing.
+    """
+    is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    if is_capturing is not None and is_capturing():
+        raise OptionError(
+            f"{what} cannot be captured into a graph of {device.type}: a replay would repeat the collectives without "
+            "what the ranks tell each other, so failures and ranks that differ would go unnoticed. Make the graphs of "
+            "forward and backward with torch.cuda.make_graphed_callables() before the module is replicated, and leave "
+            "backward() and step() of the whole outside of the capture"
+        )
 
 
 def resolve_device(device: DeviceLike) -> torch.device:

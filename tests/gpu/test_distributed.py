@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import lockstep
-from lockstep.errors import OutOfSyncError
+from lockstep.errors import OptionError, OutOfSyncError
 from processes import run_processes
 
 CYCLES = 200_000_000  # a tenth of a second or more, as in `conftest.py`
@@ -305,6 +305,41 @@ def branches_on_two_streams(rank):
 
 def test_a_bucket_of_gradients_from_two_streams(gpu):
     run_processes(1, branches_on_two_streams, timeout=LIMIT)
+
+
+# ---------------------------------------------------------------------------------------- graphs
+
+
+def capture(rank):
+    """A whole step is refused before anything is sent; graphs of forward and backward alone are not."""
+    device, group = begin("cuda")
+    plain, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(device), inputs(0, 0, device)
+    model = lockstep.replicate(copy.deepcopy(plain), process_group=group)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad()
+    before = lockstep.loop.statistics(model).calls["collective"]
+    with pytest.raises(OptionError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(x).square().mean().backward()
+    assert lockstep.loop.statistics(model).calls["collective"] == before
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(plain), (x.clone(),))
+    replicated = lockstep.replicate(graphed, process_group=group)
+    for step in range(4):
+        x = inputs(step, 0, device)
+        for module in (plain, replicated, model):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        torch.testing.assert_close(gradients(replicated), gradients(plain))
+        torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+def test_a_captured_step_is_refused_and_graphed_callables_are_replicated(gpu):
+    run_processes(1, capture, timeout=LIMIT)
 
 
 # ---------------------------------------------------------------------------------------- memory

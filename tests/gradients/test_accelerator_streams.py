@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.errors import OptionError
 from threaded import run_ranks
 
 pytestmark = pytest.mark.usefixtures("sim")
@@ -151,3 +152,53 @@ def unfrozen_on_the_same_stream(rank, copied):
 def test_a_branch_that_is_unfrozen_is_taken_during_backward_again_after_three_passes(copied):
     (steps,) = on_accelerators(unfrozen_on_the_same_stream, copied)
     assert steps == [[(LEFT | RIGHT, 0, True)]] * 2
+
+
+# ------------------------------------------------------------------------------------- captured graphs
+
+
+def captured(rank, monkeypatch, warm_up):
+    """What a capture raises, and whether anything is sent in it; then training goes on."""
+    model, x = branches(rank), torch.ones(2, 3)
+    for _ in range(warm_up):
+        model(x).backward()
+        model.zero_grad()
+    before = dict(lockstep.loop.statistics(model).calls)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.sim, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(OptionError, match=r"backward\(\) of a replicated module cannot be captured"):
+            model(x).backward()
+    assert lockstep.loop.statistics(model).calls["collective"] == before["collective"]
+    model.zero_grad()
+    model(x).backward()
+    wanted = torch.full((4, 3), 2.0)
+    torch.testing.assert_close(model.left.weight.grad.cpu(), wanted.cpu())
+    return True
+
+
+@pytest.mark.parametrize("warm_up", [0, 1, 3])
+def test_a_backward_that_is_captured_into_a_graph_is_an_error_before_anything_is_sent(monkeypatch, warm_up):
+    assert on_accelerators(captured, monkeypatch, warm_up) == [True]
+
+
+def captured_steps(rank, monkeypatch):
+    model = lockstep.replicate(rank.make(Branches), process_group=rank.group)
+    optimizer = lockstep.sharding.shard_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    of_shares = lockstep.replicate(nn.Linear(1, 1), shares=1, process_group=rank.group)
+    with torch.device("cpu"):
+        rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
+    model(torch.ones(2, 3)).backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.sim, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(OptionError, match="the step of a sharded optimizer cannot be captured"):
+            optimizer.step()
+        with pytest.raises(OptionError, match="a step of shares cannot be captured"):
+            for batch in lockstep.shares.GlobalBatches(rows, 4, 1, process_group=rank.group):
+                for (x,) in batch:
+                    of_shares(x.to(rank.device)).sum().backward()
+    optimizer.step()
+    return True
+
+
+def test_a_sharded_step_and_a_step_of_shares_that_are_captured_are_errors(monkeypatch):
+    assert on_accelerators(captured_steps, monkeypatch) == [True]

@@ -23,6 +23,7 @@ __all__ = [
     "get_rng_state_all",
     "initial_seed",
     "is_available",
+    "is_current_stream_capturing",
     "is_initialized",
     "manual_seed",
     "manual_seed_all",
@@ -100,6 +101,10 @@ class device(torch.accelerator.device_index):
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
     torch.accelerator.synchronize(_index(device))
+
+
+def is_current_stream_capturing() -> bool:
+    return False  # nothing is captured; tests that need one say otherwise
 
 
 def current_stream(device: torch.device | str | int | None = None) -> Stream:

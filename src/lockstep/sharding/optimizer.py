@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from lockstep.compiler import calls_compiled
+from lockstep.devices import refuse_capture
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.replication.join import is_in_join
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
@@ -43,11 +44,13 @@ class _Sharding:
         self._seen: list[weakref.ref[Replication]] = []
 
     def check_can_step(self, optimizer: Optimizer) -> None:
-        """Raise :class:`ShardingError` if this rank cannot take a step."""
+        """Raise :class:`ShardingError` or :class:`OptionError` if this rank cannot take a step."""
         if vars(optimizer)["state"] is not self.shards.shown:
             refuse_change()
-        if not any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+        with_gradient = next((each for each in parameters_of(optimizer) if each.grad is not None), None)
+        if with_gradient is None:
             return
+        refuse_capture(with_gradient.device, "the step of a sharded optimizer")
         present = [weakref.ref(each) for each in replications()]
         if present != self._seen:  # modules have been replicated since, or wrapped again
             self._seen, (_, self.replications) = present, names_of(optimizer)
@@ -103,6 +106,7 @@ class ShardedOptimizer(Optimizer, metaclass=_IsSharded):
                 in having loaded state.
             PeerError: The step has failed on another rank; all weights are as they were before it.
             ShardingError: The gradients are not the mean over all ranks, or an earlier step was cut short.
+            OptionError: The step is captured into a graph of an accelerator.
         """
         loss = None
         if closure is not None:

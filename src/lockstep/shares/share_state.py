@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.devices import refuse_capture
 from lockstep.distributed.comm.collectives import Collectives, Group, Pending, shared_object, state_of
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
@@ -75,7 +76,10 @@ class ShareWorld:
 
     @contextmanager
     def under_way(self, step: Step) -> Iterator[None]:
-        """Run a step in the block, and finish it at the end; abort it if the block is left early."""
+        """Run a step in the block, and finish it at the end; abort it if the block is left early.
+
+        Raises :class:`OptionError` inside of a capture into a graph.
+        """
         if self.step is not None:
             raise ShareError(
                 f"{step} was begun while {self.step} is under way; run all shares of one batch before the next is begun"
@@ -84,6 +88,8 @@ class ShareWorld:
         self._broken = None
         self._has_sent_flags = False
         devices = {device for each in self.modules for device in each.devices}
+        for device in devices:
+            refuse_capture(device, "a step of shares")
         try:
             with random_streams(devices) as self._seed:
                 self.step = step

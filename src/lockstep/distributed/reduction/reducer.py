@@ -43,6 +43,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lockstep.devices import refuse_capture
 from lockstep.distributed.comm.collectives import watchers
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
@@ -282,7 +283,10 @@ class Reducer:
         try:
             self.collectives.check_alive()
             self.decisions.check_outside_share(self.collectives.global_rank)
-        except (CommunicationError, ShareError):
+            if self.common.has_streams:
+                # The others cannot be told: that would be captured, too. They are expected to capture as well.
+                refuse_capture(self.common.device, "backward() of a replicated module")
+        except (CommunicationError, ShareError, OptionError):
             note_failure(self)
             raise
 
@@ -364,10 +368,12 @@ class Reducer:
             if not self._is_usual(watched):
                 return False
             own = self.rank_state
-            if self._round is None:
-                self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
-            own.contribution.used[:] = self.common.buckets.all_used
             try:
+                if self._round is None:
+                    if self.common.has_streams:
+                        self._check_alive()
+                    self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
+                own.contribution.used[:] = self.common.buckets.all_used
                 with torch.no_grad():
                     self._finish()
             except Exception as error:
@@ -525,7 +531,7 @@ class Reducer:
         with self.rank_state.skipping(self.decisions.skips_after(sys.exception())):
             try:
                 self._abort_round()
-            except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
+            except (CommunicationError, AgreementError, OptionError) as error:  # the group has ended, or all raise
                 logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
             except Exception as error:
                 self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
