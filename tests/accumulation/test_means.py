@@ -140,3 +140,28 @@ def padded(rank):
 
 def test_a_batch_that_counts_nothing():
     assert run_ranks(2, padded) == [[0.5, 1.0, 0.5]] * 2
+
+
+def on_an_accelerator(rank, sim):
+    """The copies to the host that a mean of five values and a weight makes."""
+    values = {
+        "loss": torch.tensor(rank.rank + 1.0),
+        "right": [torch.ones(3), torch.tensor(4)],
+        "number": 2,
+        "rows": 3.0,
+    }
+    weight = torch.tensor(rank.rank + 1)
+    lockstep.mean(values, weight=weight, group=rank.group)
+    sim.reset_copies()
+    found = lockstep.mean(values, weight=weight, group=rank.group)
+    copies = sim.copies()[str(rank.device), "cpu"].calls
+    return found, copies
+
+
+def test_values_on_an_accelerator_and_their_weight_are_read_with_one_copy(sim):
+    ((found, copies),) = run_ranks(1, on_an_accelerator, sim, device="sim")
+    assert copies == 1
+    assert found["loss"].device == found["right"][0].device == torch.device("sim:0")
+    assert (found["loss"].item(), found["right"][1].item(), found["number"], found["rows"]) == (1, 4, 2, 3)
+    (first, _), (second, _) = run_ranks(2, on_an_accelerator, sim, device="sim")
+    assert first["loss"].item() == second["loss"].item() == pytest.approx(5 / 3)

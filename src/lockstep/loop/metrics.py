@@ -40,7 +40,7 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
             exact if their sums, times the weights, stay below 2**53.
 
     Communicates one all-reduce of 66 numbers and one more for each rank, and waits for it. More than 64 numbers take a
-    second all-reduce.
+    second all-reduce. Tensors on an accelerator, and the weight, are read with one copy, which waits for the device.
 
     Raises:
         AgreementError: Structures, shapes or names differ between ranks; raised on every rank.
@@ -57,8 +57,7 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
     Stands for: ``all_reduce`` of sums and of counts, and the division.
     """
     decisions = decisions_of(known_group(group))
-    own = 0.0 if decisions.is_padding else float(weight)
-    found = _sum(values, own, "mean", decisions)
+    found = _sum(values, 0.0 if decisions.is_padding else weight, "mean", decisions)
     if found.parts and not 0 < found.weights < float("inf"):
         others = f" and {len(found.parts) - 1} more" if len(found.parts) > 1 else ""
         raise OptionError(
@@ -116,12 +115,12 @@ class _Sums(NamedTuple):
 
     def build(self, numbers: Tensor) -> Any:
         """Return numbers in the structure of the values that were given."""
-        pieces = numbers.split([part.values.numel() for part in self.parts])
+        pieces = numbers.cpu().split([part.values.numel() for part in self.parts])
         return self.tree.build([part.like(piece) for part, piece in zip(self.parts, pieces, strict=True)])
 
 
-def _sum(values: Any, own: float, caller: str, decisions: Decisions) -> _Sums:
-    """Sum the values of all ranks, each multiplied by its rank's ``own`` weight; errors name ``caller``."""
+def _sum(values: Any, weight: float | Tensor, caller: str, decisions: Decisions) -> _Sums:
+    """Sum the values of all ranks, each multiplied by its rank's ``weight``; errors name ``caller``."""
     collectives = Collectives(decisions.group, Phases())
     tree = Tree(values, "values" if caller == "mean" else "counts")
     parts = [_part(leaf, caller) for leaf in tree.leaves]
@@ -131,19 +130,34 @@ def _sum(values: Any, own: float, caller: str, decisions: Decisions) -> _Sums:
         for line, part in zip(lines, parts, strict=True)
         if not part.is_number
     ]
+    if not isinstance(weight, Tensor) or weight.numel() != 1:
+        weight = torch.tensor(float(weight), dtype=torch.float64, device="cpu")  # raises for a tensor of more elements
+    together = [*(part.values for part in parts), weight.detach().to(torch.float64).reshape(1)]
+    *numbers, of_rank = _read_together(together, collectives.device)
+    own = of_rank.item()
     if not 0 <= own < float("inf"):
         expected = f"{own}, expected a finite number, 0 or more"
         problems.insert(0, f"a weight of {expected}")
         lines.append(Line(f"the weight given to {caller}()", expected))
     with torch.no_grad():
-        numbers = [part.values.to(collectives.device) for part in parts if own]
-        flat = torch.zeros(sum(part.values.numel() for part in parts), dtype=torch.float64, device=collectives.device)
-        if numbers:
+        flat = torch.zeros(sum(each.numel() for each in numbers), dtype=torch.float64, device=collectives.device)
+        if own and numbers:
             torch.cat(numbers, out=flat)
         sums, weights = _sums(flat.mul_(own), own, lines, caller, collectives, decisions)
     if problems:  # the same on all ranks, or the sums would have raised
         raise OptionError(f"{caller}() got {problems[0]}")
     return _Sums(tree, parts, sums, weights)
+
+
+def _read_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return flat tensors of float64 on a device, with one copy from each device that they are on."""
+    found = list(tensors)
+    for source in {each.device for each in tensors} - {device}:
+        places = [place for place, each in enumerate(tensors) if each.device == source]
+        together = torch.cat([tensors[place] for place in places]).to(device)
+        for place, piece in zip(places, together.split([tensors[place].numel() for place in places]), strict=True):
+            found[place] = piece
+    return found
 
 
 class _Part(NamedTuple):
