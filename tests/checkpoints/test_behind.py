@@ -26,6 +26,7 @@ from lockstep.errors import CheckpointError, CommunicationError, PeerFailure
 from lockstep.session import run_state
 from lockstep.store import BoundedStore
 from processes import be_launched, run_processes
+from tensor_classes import Packed
 from threaded import run_ranks
 
 
@@ -277,3 +278,52 @@ def test_a_store_that_was_killed_meanwhile(tmp_path):
         finally:
             process.kill()
     assert all("store" in each for each in results)
+
+
+# ------------------------------------------------------------------------------------- accelerators
+
+
+class Tagged(nn.Parameter):
+    """A parameter with attributes."""
+
+
+def state_on_an_accelerator(device):
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 6, device=device)).sum().backward()
+    optimizer.step()
+    tagged = Tagged(torch.arange(3.0, device=device))
+    tagged.scale, tagged.name_of = torch.ones(2, device=device), "tag"
+    packed = Packed(torch.arange(6, dtype=torch.int8, device=device).view(2, 3), torch.ones(2, 1, device=device))
+    kept = {"parameter": nn.Parameter(torch.ones(2, device=device)), "tagged": tagged, "packed": packed, "number": 3}
+    return {"model": model, "optimizer": optimizer, "kept": kept}
+
+
+def test_state_on_an_accelerator_is_copied_to_pinned_memory_and_waited_for_once(sim):
+    (device,) = sim.devices(1)
+    copies = HostCopies()
+    parts = {entry.name: read(entry) for entry in entries_of(state_on_an_accelerator(device))}
+    del parts["kept"].shared["packed"]
+    copies.of(parts)
+    sim.reset_stream_log()
+    found = copies.of(parts)
+    waits = [line for line in sim.stream_log() if line.action == "sync stream"]
+    assert [(line.device, line.stream) for line in waits] == [("sim:0", 0)]
+    assert sim.stream_log()[-1].action == "sync stream"
+    for name, tensor in found["model"].shared.items():
+        assert tensor.is_pinned()
+        assert torch.equal(tensor, parts["model"].shared[name].cpu())
+    moments = found["optimizer"].shared["state"][0]
+    assert moments["exp_avg"].is_pinned()
+
+
+def test_copies_of_tensors_of_other_classes_are_on_the_host_too(sim):
+    kept = state_on_an_accelerator(sim.devices(1)[0])["kept"]
+    found = HostCopies().of({"kept": Parts(kept, {})})["kept"].shared
+    assert {type(found["parameter"]), type(found["tagged"])} == {nn.Parameter, Tagged}
+    assert found["parameter"].requires_grad
+    assert found["tagged"].name_of == "tag"
+    devices = {found[name].device.type for name in ("parameter", "tagged", "packed")}
+    assert devices == {"cpu"} == {found["tagged"].scale.device.type, found["packed"].payload.device.type}
+    assert type(found["packed"]) is Packed
+    assert torch.equal(found["packed"].payload, kept["packed"].payload.cpu())

@@ -180,7 +180,8 @@ class Line(NamedTuple):
     action: "record" (`event` is recorded on the stream), "wait" (the stream waits for `event`), "set" (the
     stream becomes the current one of its device, in some thread), "use" (a tensor is marked as in use on the
     stream: record_stream), "copy" (a transfer from `source` to `target` runs on the stream; one between
-    devices runs on the stream of its source, as on CUDA), "sync stream", "sync device" or "sync event".
+    devices runs on the stream of its source, as on CUDA), "sync stream" (the host waits for the stream, also in a
+    copy to the host that is not a `non_blocking` one to pinned memory), "sync device" or "sync event".
     """
 
     action: str

@@ -428,9 +428,11 @@ Tensor garbled(const Tensor& right, Fault fault) {
   for (size_t i = 0; i < wrong.nbytes(); ++i) bytes[i] = static_cast<unsigned char>(~bytes[i]);
   return wrong;
 }
-Tensor copy_from(const Tensor& source, const Tensor& target, bool) {
+Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   const int from = place(source), to = place(target);
   books.copied(from, to, static_cast<int64_t>(source.nbytes()));
+  const bool returns_at_once = non_blocking && memory().where_is(target.const_data_ptr()) == kPinned;
+  if (from >= 0 && to == kHost && !returns_at_once) books.note(kSyncStream, from, current_stream[from]);
   const bool peers = from >= 0 && to >= 0 && from != to;
   const auto fault = peers ? static_cast<Fault>(peer_fault[from][to].load()) : kHealthy;
   if (fault == kStale) return target;
@@ -440,6 +442,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool) {
 }
 at::Scalar local_scalar(const Tensor& x) {  // .item(), bool(tensor), ...
   books.copied(place(x), kHost, static_cast<int64_t>(x.itemsize()));
+  books.note(kSyncStream, place(x), current_stream[place(x)]);
   return host_view(x).item();
 }
 void record_stream(Tensor&, c10::Stream s) { books.note(kUse, s.device_index(), s.id()); }

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from lockstep.checkpoints.sampler import ResumableSampler
 from lockstep.distributed.replication.replication import Replication, find_replication, own_names
 from lockstep.errors import CheckpointError, OptionError
+from lockstep.inner_tensors import is_plain
 from lockstep.run_all import RunAll
 from lockstep.tree import tree_map
 from lockstep.wrapper import unwrapped
@@ -237,7 +238,8 @@ def copy_of(entry: Entry) -> Parts:
 class HostCopies:
     """Copies of the state to save, on the CPU, so that no later step changes it; memory is kept for the next copies.
 
-    Memory that is touched for the first time costs four times the copying.
+    Memory that is touched for the first time costs four times the copying. What comes from an accelerator is copied to
+    pinned memory, all at once, and the host waits once for each device, at the end.
     """
 
     def __init__(self) -> None:
@@ -248,35 +250,77 @@ class HostCopies:
 
         If tensors share memory, as tied parameters do, their copies share it, too.
         """
-        seen: dict[Any, Tensor] = {}
-        used = defaultdict[Any, list[Tensor]](list)
-
-        def tensor_copy(tensor: Tensor) -> Tensor:
-            if type(tensor) is not Tensor or vars(tensor) or tensor.is_meta or tensor.is_quantized:
-                return copy.deepcopy(tensor)
-            if tensor.layout is not torch.strided:
-                return copy.deepcopy(tensor)
-            shape = tensor.dtype, tensor.size(), tensor.stride()
-            key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *shape, tensor.requires_grad
-            if key not in seen or not tensor.numel():
-                memory = self._free[shape].pop() if self._free[shape] else torch.empty_like(tensor, device="cpu")
-                used[shape].append(memory)
-                seen[key] = memory.detach().copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
-            return seen[key]
-
-        def leaf_copy(leaf: Any) -> Any:
-            return tensor_copy(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-
-        def whole_copy(value: Any) -> Any:
-            made = tree_map(leaf_copy, value)
-            if hasattr(value, "_metadata"):
-                made._metadata = copy.deepcopy(value._metadata)
-            return made
-
+        call = _CopyingCall(self._free)
         with torch.inference_mode(False):  # memory that is made inside could not be written to outside
-            copies = {name: Parts(whole_copy(each.shared), whole_copy(each.own)) for name, each in parts.items()}
-        self._free = used  # memory that this call did not need is given up
+            copies = {name: Parts(call.copy(each.shared), call.copy(each.own)) for name, each in parts.items()}
+        call.wait()
+        self._free = call.used  # memory that this call did not need is given up
         return copies
+
+
+class _CopyingCall:
+    """One call of :meth:`HostCopies.of`."""
+
+    def __init__(self, free: "defaultdict[Any, list[Tensor]]") -> None:
+        self.used = defaultdict[Any, list[Tensor]](list)
+        """The memory of the copies, by its kind."""
+        self._free = free
+        self._seen: dict[Any, Tensor] = {}
+        self._devices: set[torch.device] = set()
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy of a nested value; its tensors are on the CPU, and complete after :meth:`wait`."""
+        made = tree_map(self._copy_leaf, value)
+        if hasattr(value, "_metadata"):
+            made._metadata = copy.deepcopy(value._metadata)
+        return made
+
+    def wait(self) -> None:
+        """Return when all copies are complete."""
+        for device in self._devices:
+            torch.accelerator.current_stream(device).synchronize()
+
+    def _copy_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        is_usual = type(leaf) is Tensor and not vars(leaf) and is_plain(leaf) and not leaf.is_quantized
+        if leaf.device.type in ("cpu", "meta"):
+            return self._copy_values(leaf) if is_usual and not leaf.is_meta else copy.deepcopy(leaf)
+        self._devices.add(leaf.device)
+        if is_usual:
+            return self._copy_values(leaf)
+        if not is_plain(leaf) or leaf.is_quantized:
+            return _copy_whole(leaf)
+        with torch._C.DisableTorchFunctionSubclass():
+            made = self._copy_values(leaf).detach().as_subclass(type(leaf)).requires_grad_(leaf.requires_grad)
+        vars(made).update(self.copy(vars(leaf)))
+        return made
+
+    def _copy_values(self, tensor: Tensor) -> Tensor:
+        """Return a plain copy of a strided tensor."""
+        is_pinned = tensor.device.type != "cpu"
+        shape = tensor.dtype, tensor.size(), tensor.stride()
+        kind = *shape, is_pinned
+        key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *shape, tensor.requires_grad
+        if key not in self._seen or not tensor.numel():
+            free = self._free[kind]
+            memory = free.pop() if free else torch.empty_like(tensor.detach(), device="cpu", pin_memory=is_pinned)
+            self.used[kind].append(memory)
+            copied = memory.detach().copy_(tensor.detach(), non_blocking=is_pinned)
+            self._seen[key] = copied.requires_grad_(tensor.requires_grad)
+        return self._seen[key]
+
+
+def _copy_whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor of an accelerator whose values lie in other tensors, on the CPU if its class can move
+    there."""
+    try:
+        moved = tensor.detach().cpu()
+    except (RuntimeError, NotImplementedError, TypeError):
+        moved = tensor
+    if type(moved) is type(tensor) and moved.device != tensor.device:
+        return moved.requires_grad_(tensor.requires_grad)
+    return copy.deepcopy(tensor)
 
 
 def _fill(name: str, target: Any, value: Any) -> None:

@@ -1,0 +1,89 @@
+"""How often the host waits for a GPU in what a program calls beside backward: means of its numbers, and saves.
+
+PyTorch warns of each wait; ranks are processes of their own (`processes.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import lockstep
+from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
+from processes import run_processes
+
+LIMIT = 100.0  # seconds, for processes that have CUDA and NCCL to start
+
+
+def waits_in(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call returns, and how often the host has waited for the GPU in it."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            result = call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return result, sum("synchroniz" in str(each.message) for each in seen)
+
+
+def means(rank):
+    device = torch.device("cuda", 0)
+    values = {f"loss {i}": torch.tensor(float(i + rank.rank), device=device) for i in range(10)} | {"number": 2.0}
+    weight = torch.tensor(3, device=device)
+    lockstep.mean(values, weight=weight)
+    found, waits = waits_in(lambda: lockstep.mean(values, weight=weight))
+    assert found["loss 1"].device == device
+    assert found["loss 1"].item() == 1.5
+    return waits
+
+
+def test_values_of_a_mean_are_read_with_one_copy(gpu):
+    for waits in run_processes(2, means, timeout=LIMIT):
+        assert waits <= 1 + 10, "one copy to the host, and results that go back"
+
+
+def snapshot(rank):
+    device = torch.device("cuda", 0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64, device=device)).sum().backward()
+    optimizer.step()
+    parts = {entry.name: read(entry) for entry in entries_of({"model": model, "optimizer": optimizer})}
+    copies = HostCopies()
+    copies.of(parts)
+    found, waits = waits_in(lambda: copies.of(parts))
+    for name, tensor in found["model"].shared.items():
+        assert tensor.is_pinned()
+        assert torch.equal(tensor, model.state_dict()[name].cpu())
+    return waits
+
+
+def test_state_is_copied_to_the_host_with_one_wait(gpu):
+    (waits,) = run_processes(1, snapshot, timeout=LIMIT)
+    assert waits <= 1
+
+
+def other_classes(rank):
+    """A DTensor and a parameter are copied to the host, on a stream that is busy."""
+    mesh = dist.init_device_mesh("cuda", (1,))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        whole = torch.arange(6.0, device="cuda")
+        kept = {"sharded": distribute_tensor(whole, mesh, [Replicate()]), "parameter": nn.Parameter(whole * 2)}
+        found = HostCopies().of({"kept": Parts(kept, {})})["kept"].shared
+        values = found["sharded"].to_local(), found["parameter"].detach()
+        assert {each.device.type for each in values} == {"cpu"}
+        assert [each.tolist() for each in values] == [[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]]
+
+
+def test_tensors_of_other_classes_are_copied_to_the_host(gpu):
+    run_processes(1, other_classes, timeout=LIMIT, backend="cpu:gloo,cuda:nccl")
