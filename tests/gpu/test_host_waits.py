@@ -1,14 +1,17 @@
-"""How often the host waits for a GPU in what a program calls beside backward: means of its numbers, and saves.
+"""How often the host waits for a GPU in what a program calls beside backward: means, saves, sharded steps, shares.
 
 PyTorch warns of each wait; ranks are processes of their own (`processes.py`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,8 +19,10 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import lockstep
 from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
+from lockstep.sharding import shard_optimizer
 from processes import run_processes
 
+CYCLES = 200_000_000  # a tenth of a second or more, as in `conftest.py`
 LIMIT = 100.0  # seconds, for processes that have CUDA and NCCL to start
 
 
@@ -76,7 +81,7 @@ def other_classes(rank):
     mesh = dist.init_device_mesh("cuda", (1,))
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(CYCLES)
         whole = torch.arange(6.0, device="cuda")
         kept = {"sharded": distribute_tensor(whole, mesh, [Replicate()]), "parameter": nn.Parameter(whole * 2)}
         found = HostCopies().of({"kept": Parts(kept, {})})["kept"].shared
@@ -87,3 +92,40 @@ def other_classes(rank):
 
 def test_tensors_of_other_classes_are_copied_to_the_host(gpu):
     run_processes(1, other_classes, timeout=LIMIT, backend="cpu:gloo,cuda:nccl")
+
+
+@pytest.fixture
+def many_ranks(gpu):
+    """Skips where several ranks cannot have one GPU."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    if number.value < 23000 and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL allows several ranks on one GPU from 2.30 on")
+
+
+def begin(rank):
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    device = torch.device("cuda", rank.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def sharded_step(rank):
+    """While the GPU is busy with what came before, a whole sharded step is given to it."""
+    device = begin(rank)
+    model = lockstep.replicate(rank.make(lambda: nn.Linear(256, 256)).to(device))
+    optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()))
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.full((2, 256), step + 1.0, device=device)).square().mean().backward()
+        if step == 5:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(CYCLES)
+        optimizer.step()
+    assert not torch.cuda.current_stream().query(), "the host has waited for the GPU in step()"
+    torch.cuda.synchronize()
+    lockstep.check_in_sync(model)
+
+
+def test_a_sharded_step_does_not_wait_for_the_gpu(many_ranks):
+    run_processes(2, sharded_step, timeout=LIMIT, backend="cpu:gloo,cuda:nccl")

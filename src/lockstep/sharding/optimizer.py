@@ -93,7 +93,8 @@ class ShardedOptimizer(Optimizer, metaclass=_IsSharded):
         """Step on this rank's part, and gather all weights; every rank has to call it.
 
         Communicates one all-gather of 128 bytes from each rank, and one of the weights, in chunks of at most 2 MiB from
-        each (through staging memory on ``shm``).
+        each (through staging memory on ``shm``). On accelerators one more of 128 bytes tells whether all have stepped,
+        and the host does not wait for the device.
 
         Args:
             closure: As in PyTorch's optimizers; called once, before the step.
@@ -105,7 +106,8 @@ class ShardedOptimizer(Optimizer, metaclass=_IsSharded):
             AgreementError: Ranks differ in options, in the parameters that have a gradient, in the number of steps, or
                 in having loaded state.
             PeerError: The step has failed on another rank; all weights are as they were before it.
-            ShardingError: The gradients are not the mean over all ranks, or an earlier step was cut short.
+            ShardingError: The gradients are not the mean over all ranks (on accelerators this may be noticed in the
+                next step), or an earlier step was cut short.
             OptionError: The step is captured into a graph of an accelerator.
         """
         loss = None

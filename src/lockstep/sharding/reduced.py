@@ -2,6 +2,9 @@
 
 A step looks at a sample: at most ``TENSORS`` gradients, and about ``ELEMENTS`` elements, which are spread over each
 gradient. The next step takes others, so that all are looked at in turn.
+
+The number of gradients on an accelerator is compared in the next step, since the host would have to wait for the device
+to have it at once, before it gives it any work of the step.
 """
 
 from collections import defaultdict
@@ -10,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lockstep.devices import CPU
 from lockstep.digests import Digests
 from lockstep.sharding.pieces import flat_gradient, gradient_of
 
@@ -17,8 +21,23 @@ ELEMENTS = 1 << 17
 TENSORS = 128
 
 
-def number_of_gradients(named: Sequence[tuple[str, Tensor]], turn: int) -> int:
-    """Return a number of 64 bits that depends on the bits of the sampled gradients of some parameters.
+class LateNumber:
+    """A number of gradients on an accelerator, on its way to the host."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+        self._number.copy_(number, non_blocking=True)
+        self._arrived = torch.accelerator.current_stream(number.device).record_event()
+
+    def read(self) -> int:
+        """Return the number when it has arrived."""
+        self._arrived.synchronize()
+        return int(self._number)
+
+
+def number_of_gradients(named: Sequence[tuple[str, Tensor]], turn: int) -> int | LateNumber:
+    """Return a number of 64 bits that depends on the bits of the sampled gradients of some parameters; one that is on
+    its way, if any of them is on an accelerator.
 
     It is the same on all processors, since it does not depend on the order of its sums.
     """
@@ -31,7 +50,9 @@ def number_of_gradients(named: Sequence[tuple[str, Tensor]], turn: int) -> int:
     for name, parameter in chosen:
         sample = _sample(parameter, name, most, turn // apart)
         samples[sample.dtype, sample.device].append(sample)
-    return int(Digests([torch.cat(each) for each in samples.values()]).digest(torch.device("cpu")))
+    device = next((device for _, device in samples if device.type != "cpu"), CPU)
+    number = Digests([torch.cat(each) for each in samples.values()]).digest(device)
+    return int(number) if device == CPU else LateNumber(number)
 
 
 def _sample(parameter: Tensor, name: str, most: int, turn: int) -> Tensor:

@@ -30,7 +30,7 @@ from lockstep.sharding.granularity import Granularity, is_known
 from lockstep.sharding.pieces import as_bytes, flat_gradient, is_like
 from lockstep.sharding.placement import Groups, Placement
 from lockstep.sharding.promises import RandomNumbers, check_slices
-from lockstep.sharding.reduced import digests_of_gradients, number_of_gradients
+from lockstep.sharding.reduced import LateNumber, digests_of_gradients, number_of_gradients
 from lockstep.sharding.shown_state import ShownState
 from lockstep.sharding.streams import Moves, Streams
 from lockstep.texts import LONGEST_HEADLINE, shortened
@@ -56,6 +56,7 @@ class Shards:
         self._hooks: dict[str, Any] = {}
         self.has_loaded = False
         """True if state has been loaded since the last step."""
+        self._late: LateNumber | None = None  # of the gradients of the last step
         self._cut_short = ""  # why the weights or the state may be of two steps; other ranks may not know it
         self._failed = ""  # the same, known on all ranks
 
@@ -82,16 +83,23 @@ class Shards:
         """
         what, number = f"step {self.steps + 1}", 0
         cause: Exception | None = None
+        earlier, late = self._late, None
+        self._late = None
         self._check_not_cut_short()
         try:
             self._check_whole()
             check()
             groups = optimizer.param_groups
             self.place([_with_gradients(group) for group in groups], groups, find_names)
-            number = self._take_gradients()
+            taken = self._take_gradients()
+            if isinstance(taken, LateNumber):
+                number, late = 0 if earlier is None else earlier.read(), taken
+            else:
+                number = taken
         except Exception as error:
             cause = error
-        self._agree(optimizer, what, cause, number)
+        self._agree(optimizer, what, cause, number, is_late=late is not None)
+        self._late = late
         self.steps += 1
         self.has_loaded = False
         self._begin(what)
@@ -186,7 +194,7 @@ class Shards:
         if self._failed:
             raise ShardingError(f"{self._failed}. {_LOAD}")
 
-    def _take_gradients(self) -> int:
+    def _take_gradients(self) -> int | LateNumber:
         """Give the slices of this rank their gradients, and return a number of all gradients."""
         for piece, tensor in self.placement.own:
             placed = self.placement.placed[piece.number]
@@ -231,9 +239,17 @@ class Shards:
         """Compare the places with all ranks; raise on every rank if ranks differ or one has an ``error``."""
         self._agree(optimizer, "step 1", error)
 
-    def _agree(self, optimizer: Optimizer, what: str, cause: Exception | None, number: int | None = None) -> None:
+    def _agree(
+        self,
+        optimizer: Optimizer,
+        what: str,
+        cause: Exception | None,
+        number: int | None = None,
+        *,
+        is_late: bool = False,
+    ) -> None:
         """Raise on every rank unless all do the same, and a step has the same ``number`` of gradients; a rank with a
-        ``cause`` not to do it reports that to all."""
+        ``cause`` not to do it reports that to all. ``is_late``: the number is of the gradients of the step before."""
         if cause is not None:
             self._drop_gradients()
         if self.collectives.world == 1:
@@ -254,7 +270,7 @@ class Shards:
             if theirs:
                 raise PeerError(f"rank {rank} cannot take {what} of its sharded optimizer: {theirs}")
         if first_differing([digest for _, digest, _ in told]) is None:
-            self._raise_gradients()
+            self._raise_gradients(is_late)
         self._raise_difference(lines)
 
     def _describe(self, groups: Groups, what: str, takes_gradients: bool) -> list[tuple[str, str]]:
@@ -270,7 +286,11 @@ class Shards:
                 lines += [(f"the places of the parameters of group {number} that have no gradient", str(without))]
         return lines
 
-    def _raise_gradients(self) -> NoReturn:
+    def _raise_gradients(self, is_late: bool) -> NoReturn:
+        ending = "No weight has changed"
+        if is_late:
+            self._failed = f"step {self.steps} of the optimizer was made with gradients that differ by rank"
+            ending = f"On accelerators this is noticed one step later: {self._failed}. {_LOAD}"
         named = self._with_gradients()
         rows = all_gather_object(digests_of_gradients(named), "digests of gradients", self.collectives)
         for rank, row in zip(self.collectives.global_ranks, rows, strict=True):
@@ -280,9 +300,10 @@ class Shards:
                         f"the gradient of parameter {name} on rank {rank} is not that on rank "
                         f"{self.collectives.global_ranks[0]}: a sharded optimizer steps on the mean over all ranks. "
                         "backward() makes it; torch.autograd.grad() returns the gradient of one rank alone, and what "
-                        "changes a gradient after backward() has to do it alike on all ranks. No weight has changed"
+                        "changes a gradient after backward() has to do it alike on all ranks. "
+                        f"{ending}"
                     )
-        raise ShardingError("gradients were not the same on all ranks; no weight has been changed")
+        raise ShardingError(f"gradients were not the same on all ranks. {ending}")
 
     def _raise_difference(self, lines: list[tuple[str, str]]) -> NoReturn:
         rows = all_gather_object(lines, "what ranks step with", self.collectives)
@@ -308,6 +329,7 @@ class Shards:
         self.placement.state.clear()
         self.placement.state.update(state)
         self.has_loaded = True
+        self._late = None
         self._cut_short = self._failed = ""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives, Pending
 
 CHUNK_BYTES = 2 * 1024 * 1024
@@ -85,9 +86,14 @@ class Streams:
         """Send this rank's stream, copy the streams of all ranks to ``targets``, by rank, and return every rank's mark.
 
         If any mark is not zero, nothing is copied. Communicates one all-gather for each chunk, or one for all where
-        ranks share memory.
+        ranks share memory. On accelerators marks take a small all-gather of their own, before anything else: to read
+        one from a chunk, the host would wait for the device.
         """
         chunks = _Chunks(self, own, targets, mark)
+        if self._device.type != "cpu":
+            chunks.marks = all_gather_object(mark, f"marks of {what}", self._collectives)
+            if any(chunks.marks):
+                return chunks.marks
         if self._gathers_in_chunks:
             self._collectives.gather_in_chunks(chunks, what).wait()
         else:
@@ -124,7 +130,7 @@ class _Chunks:
         self.count = streams.count
         self.nbytes = streams.chunk
         self.marks: list[int] = []
-        """The mark of each rank, once the first chunks have come."""
+        """The mark of each rank, once they are known: at the latest when the first chunks have come."""
         self._own = own
         self._targets = targets
         self._mark = mark
@@ -136,8 +142,8 @@ class _Chunks:
         self._own.copy_in(number, buffer)
 
     def is_refused(self, buffers: Sequence[Tensor]) -> bool:
-        """Read the marks in the first chunks; return True if any is not zero."""
-        self.marks = torch.stack([buffer[0] for buffer in buffers]).tolist()
+        """Read the marks in the first chunks, unless they are known; return True if any is not zero."""
+        self.marks = self.marks or torch.stack([buffer[0] for buffer in buffers]).tolist()
         return any(self.marks)
 
     def take(self, number: int, buffers: Sequence[Tensor]) -> None:
