@@ -16,7 +16,7 @@ from lockstep.distributed.replication.replicate import Loss, replicate_shares_wi
 from lockstep.distributed.replication.replication import Replication
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 from lockstep.shares.module import ShareModule
-from lockstep.shares.share_settings import check_settings, settings_of
+from lockstep.shares.share_settings import check_repeatable, check_settings, settings_of
 from lockstep.shares.share_state import ShareWorld, check_shares, world_of
 
 
@@ -54,6 +54,7 @@ class ShareReplication(Replication):
     def _describe(self, contents: Contents, collectives: Collectives) -> tuple[list[Line], list[int]]:
         """See :class:`Replication`."""
         devices = {parameter.device for _, parameter in contents.parameters}
+        check_repeatable(devices)
         lines = [
             Line("shares", f"{self._shares}, loss {self._loss!r}"),
             Line("option reduce_dtype", str(self.options.reduce_dtype)),
