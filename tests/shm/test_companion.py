@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import types
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.distributed.comm.collectives import Collectives, state_of
+from lockstep.distributed.comm.collectives import Collectives, companion_timeout, state_of
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.phases import Phases
 from processes import be_launched, run_processes
@@ -242,3 +243,43 @@ def forked(rank):
 
 def test_a_forked_process_does_not_communicate():
     assert run_processes(2, forked) == [1.5] * 2
+
+
+# ----------------------------------------------------------------------------------- the time-out
+
+
+class BackendOfDevice:
+    """What a group says of its backend for a device."""
+
+    def __init__(self, name, seconds):
+        self._name = name
+        self.options = types.SimpleNamespace(_timeout=timedelta(seconds=seconds))
+
+    def name(self):
+        return self._name
+
+
+class GroupOfBackends:
+    """A group with a backend for each type of device."""
+
+    def __init__(self, **backends):
+        self._backends = {kind: BackendOfDevice(*each) for kind, each in backends.items()}
+
+    def _get_backend(self, device):
+        if device.type not in self._backends:
+            raise RuntimeError(f"no backend for {device}")
+        return self._backends[device.type]
+
+
+@pytest.mark.parametrize(
+    ("backends", "seconds"),
+    [
+        ({"cpu": ("gloo", 1800), "sim": ("nccl", 600)}, 540),
+        ({"sim": ("nccl", 600)}, 540),
+        ({"cpu": ("gloo", 100), "sim": ("nccl", 600)}, 100),
+        ({"cpu": ("gloo", 1800), "sim": ("gloo", 1800)}, 1800),
+        ({}, 1800),
+    ],
+)
+def test_its_timeout_comes_before_that_of_an_accelerators_backend(sim, backends, seconds):
+    assert companion_timeout(GroupOfBackends(**backends)) == timedelta(seconds=seconds)

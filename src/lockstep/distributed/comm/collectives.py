@@ -338,7 +338,7 @@ class Collectives:
 
     def _make_companion(self, what: str) -> Group:
         """Make the companion on a thread of its own, as that waits for the other ranks; raise if one of them fails."""
-        limit = _timeout_of(self.group, control_device(self.group)) or timedelta(minutes=30)
+        limit = companion_timeout(self.group)
         made = in_background(lambda: make_companion(self._store, self.rank, self.global_ranks, limit))
         call = waits.Call(self.group, self._state.begun.add(), "companion", what)
         watcher, since = self.watcher, time.monotonic()
@@ -713,12 +713,23 @@ def sequence_number_on(group: Group) -> int | None:
         return None
 
 
-def _timeout_of(group: Group, device: torch.device) -> timedelta | None:
-    try:
-        found = group._get_backend(device).options._timeout
-    except (RuntimeError, AttributeError):
-        return None
-    return found if isinstance(found, timedelta) else None
+def companion_timeout(group: Group) -> timedelta:
+    """Return the time-out of a group's companion: the shortest one of its backends, less a tenth if that is NCCL's or
+    another of an accelerator.
+
+    After their time-out these end the process, without the names of ranks. Collectives on the device are begun before
+    the report is waited for, so without the tenth they would be over first.
+    """
+    found, accelerator = [], torch.accelerator.current_accelerator(check_available=True)
+    for device in (torch.device("cpu"), accelerator):
+        try:
+            backend = group._get_backend(device)
+            limit, waits_on_host = backend.options._timeout, backend.name() in ("gloo", "mpi")
+        except (RuntimeError, AttributeError, TypeError):  # there is none for the device
+            continue
+        if isinstance(limit, timedelta):
+            found.append(limit if waits_on_host else 0.9 * limit)
+    return min(found, default=timedelta(minutes=30))
 
 
 def backends_of(group: Group) -> str:
