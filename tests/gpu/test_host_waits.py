@@ -129,3 +129,27 @@ def sharded_step(rank):
 
 def test_a_sharded_step_does_not_wait_for_the_gpu(many_ranks):
     run_processes(2, sharded_step, timeout=LIMIT, backend="cpu:gloo,cuda:nccl")
+
+
+def step_of_shares(rank):
+    """While the GPU is busy with what came before, a whole step of shares is given to it."""
+    device = begin(rank)
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 4)).to(device)
+    model = lockstep.replicate(model, shares=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+    rows = torch.utils.data.TensorDataset(torch.randn(48, 16, generator=torch.Generator().manual_seed(0)))
+    for number, batch in enumerate(lockstep.shares.GlobalBatches(rows, 8, 4)):
+        optimizer.zero_grad()
+        if number == 5:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(CYCLES)
+        for (x,) in batch:
+            model(x.pin_memory().to(device, non_blocking=True)).square().sum().backward()
+        optimizer.step()
+    assert not torch.cuda.current_stream().query(), "the host has waited for the GPU in a step of shares"
+    torch.cuda.synchronize()
+    lockstep.check_in_sync(model)
+
+
+def test_a_step_of_shares_does_not_wait_for_the_gpu(many_ranks):
+    run_processes(2, step_of_shares, timeout=LIMIT, backend="cpu:gloo,cuda:nccl")

@@ -105,3 +105,52 @@ def test_a_model_that_moves_to_another_accelerator_on_one_rank_only_is_an_error_
 def test_a_model_that_moves_to_the_host_would_give_other_bits():
     for found in run_ranks(2, moved, lambda rank: "cpu", device="sim"):
         assert "when the module was replicated device was sim, now it is cpu" in found[2]
+
+
+def waits(rank, sim, sizes):
+    """The lines that show a wait for the device, in the third step of a network without buffers."""
+    layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise([1, *sizes, 1])]
+    model = lockstep.replicate(nn.Sequential(*layers), shares=4, process_group=rank.group)
+    with torch.device("cpu"):
+        rows = torch.utils.data.TensorDataset(torch.ones(16, 1))
+    begun = 0
+    batches = lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group)
+    for number, batch in enumerate(itertools.islice(forever(batches), 3)):
+        rank.gather(torch.zeros(1))
+        if number == 2:
+            begun = len(sim.stream_log())
+        rank.gather(torch.zeros(1))
+        for (x,) in batch:
+            model(x.to(rank.device)).sum().backward()
+    log = sim.stream_log()[begun:]
+    return [line for line in log if line.action.startswith("sync")]
+
+
+@pytest.mark.parametrize("sizes", [[2], [600, 600]], ids=["small", "large"])
+def test_the_host_waits_for_the_other_hosts_and_not_for_the_device(sim, sizes):
+    def of_rank(rank):
+        found = waits(rank, sim, sizes)
+        return [line for line in found if line.device == str(rank.device)]
+
+    assert run_ranks(2, of_rank, device="sim") == [[], []]
+
+
+def reads_of_buffers(rank, sim):
+    """How often each share of the third step reads from the accelerator, with twelve buffers."""
+    model = nn.Sequential(nn.Linear(1, 3), *[nn.BatchNorm1d(3) for _ in range(4)], nn.Linear(3, 1))
+    model = lockstep.replicate(model, shares=4, process_group=rank.group)
+    with torch.device("cpu"):
+        rows = torch.utils.data.TensorDataset(torch.arange(48.0).view(48, 1))
+    found = []
+    batches = lockstep.shares.GlobalBatches(rows, 16, 4, process_group=rank.group)
+    for batch in itertools.islice(forever(batches), 3):
+        found = []
+        for (x,) in batch:
+            model(x.to(rank.device)).sum().backward()
+            found.append(len(sim.stream_log()))
+    log = sim.stream_log()
+    return [sum(line.action.startswith("sync") for line in log[a:b]) for a, b in itertools.pairwise(found)]
+
+
+def test_changes_of_all_buffers_are_read_at_once(sim):
+    assert run_ranks(1, reads_of_buffers, sim, device="sim") == [[1, 1, 1]]

@@ -106,9 +106,10 @@ class ShareBuffers:
     def add(self, share: int) -> None:
         """End a share: record how it has changed the buffers."""
         leaf: Values = []
-        for number, (buffer, start) in enumerate(zip(self.buffers, self._start, strict=True)):
-            now = buffer.inner()
-            if now is None or start is None or all(map(torch.equal, now, start)):
+        current = [buffer.inner() for buffer in self.buffers]
+        has_changed = _differ(current, self._start)
+        for number, (buffer, now) in enumerate(zip(self.buffers, current, strict=True)):
+            if now is None or not has_changed[number]:
                 leaf.append(None)
                 continue
             self._dirty = True
@@ -226,3 +227,22 @@ class ShareBuffers:
         for number in numbers:
             buffer = self.buffers[number]
             BufferGroup([buffer]).assign(values[number].clone().view(buffer.travels_as))
+
+
+def _differ(ones: Sequence[Sequence[Tensor] | None], others: Sequence[Sequence[Tensor] | None]) -> list[bool]:
+    """Return for each pair of lists of tensors whether they differ; False if one is None.
+
+    Each accelerator is read once, for which the host waits."""
+    found = [False] * len(ones)
+    asked: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for number, pair in enumerate(zip(ones, others, strict=True)):
+        for one, other in zip(*(each or () for each in pair), strict=False):
+            if one.device.type == "cpu" or one.device != other.device or one.shape != other.shape:
+                found[number] = found[number] or not torch.equal(one, other)
+            else:
+                asked.setdefault(one.device, []).append((number, (one == other).all()))
+    for answers in asked.values():
+        read = torch.stack([is_same for _, is_same in answers]).tolist()
+        for (number, _), is_same in zip(answers, read, strict=True):
+            found[number] = found[number] or not is_same
+    return found

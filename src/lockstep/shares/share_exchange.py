@@ -65,15 +65,18 @@ class ExchangePlan:
 
 def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device: torch.device) -> tuple[Bucket, ...]:
     """Plan the buckets of gradients, and one or more at the end with the buffers, or nothing, and perhaps the last few
-    gradients."""
-    buckets = plan_buckets(gradients, CAP_BYTES).buckets
+    gradients. The last bucket, with which the rows travel, is on ``device``: to read a row that came to an accelerator,
+    the host would wait for all that was given to it before."""
+    buckets, empty = plan_buckets(gradients, CAP_BYTES).buckets, Bucket(torch.uint8, device, 0, ())
     if buckets and buckets[-1].nbytes <= SMALL_BYTES:
-        return plan_buckets([*gradients, *buffers], CAP_BYTES).buckets
-    behind = [
-        replace(bucket, slots=tuple(replace(slot, index=slot.index + len(gradients)) for slot in bucket.slots))
-        for bucket in plan_buckets(buffers, CAP_BYTES).buckets
-    ]
-    return *buckets, *(behind or [Bucket(torch.uint8, device, 0, ())])
+        planned = plan_buckets([*gradients, *buffers], CAP_BYTES).buckets
+    else:
+        behind = [
+            replace(bucket, slots=tuple(replace(slot, index=slot.index + len(gradients)) for slot in bucket.slots))
+            for bucket in plan_buckets(buffers, CAP_BYTES).buckets
+        ]
+        planned = *buckets, *(behind or [empty])
+    return planned if planned[-1].device == device else (*planned, empty)
 
 
 def with_buffers(gradients: list[Terms], buffers: Sequence[Sequence[Tensor]]) -> list[Terms]:
@@ -97,7 +100,7 @@ class ShareExchange:
         self._collectives = collectives
         self._spare = spare
         self._row_bytes = row_bytes + -row_bytes % _ALIGNMENT
-        self.places = any(collectives.can_add_in_order(bucket.device) for bucket in plan.buckets)
+        self.places = any(bucket.slots and collectives.can_add_in_order(bucket.device) for bucket in plan.buckets)
         """True if :meth:`place` copies values."""
         self._transports = [self._transport(number) for number in range(len(plan.buckets))]
         self._sums: Sequence[Terms] = ()
