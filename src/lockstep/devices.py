@@ -2,7 +2,8 @@
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -173,6 +174,36 @@ def side_stream(device: torch.device) -> torch.Stream | None:
         if device not in _side_streams:
             _side_streams[device] = torch.Stream(device=device)
         return _side_streams[device]
+
+
+def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """Return the current stream of each accelerator among the devices, once."""
+    return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if d.type != "cpu"]
+
+
+@contextmanager
+def on_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
+    """Make each stream the current one of its device, in this thread, inside the block; the current device stays.
+
+    (``with stream:`` keeps what it restores on the stream itself: threads that share one swap their streams. It also
+    makes a context on the current device, which may be none of the program's.)
+    """
+    before = []
+    try:
+        for stream in streams:
+            current = torch.accelerator.current_stream(stream.device)
+            if current != stream:
+                before.append(current)
+                _set_stream(stream)
+        yield
+    finally:
+        for stream in before:
+            _set_stream(stream)
+
+
+def _set_stream(stream: torch.Stream) -> None:
+    with torch.accelerator.device_index(stream.device.index):  # a stream's device becomes the current one
+        torch.accelerator.set_stream(stream)
 
 
 @cache

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.devices import side_stream
+from lockstep.devices import on_streams, side_stream
 from lockstep.local import ReplicaSet, broadcast, gather, parallel_apply, reduce_add_coalesced, replicate, scatter
 
 ROWS, COLUMNS = 64, 1 << 12
@@ -194,3 +194,26 @@ def test_copies_among_gpus_wait_on_both_sides(gpus, busy):
     terms = [copy * 2 for copy in copies]
     total = reduce_add_coalesced([[term] for term in terms], gpus[0])[0]
     torch.testing.assert_close(total, torch.full((ROWS, COLUMNS), 4.0 * len(gpus), device=gpus[0]))
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_training_on_a_stream_of_each_gpu(gpus, busy, exact, recwarn, mine):
+    torch.manual_seed(1)
+    one, many = nn.Linear(8, 8).to(gpus[0]), nn.Linear(8, 8).to(gpus[0])
+    many.load_state_dict(one.state_dict())
+    parallel = lockstep.DataParallel(many, gpus)
+    x = torch.randn(4 * len(gpus), 8, device=gpus[0])
+    one(x).square().sum().backward()
+    streams = [torch.cuda.Stream(device) if mine else torch.cuda.current_stream(device) for device in gpus]
+    for device in gpus:
+        torch.cuda.synchronize(device)
+    with on_streams(streams):
+        loss = parallel(x).square().sum()
+        for stream, device in zip(streams, gpus, strict=True):
+            busy(stream, device)
+        loss.backward()
+        grads = [p.grad.clone() for p in many.parameters()]
+        streams[0].synchronize()
+    for grad, parameter in zip(grads, one.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad)
+    assert not [w for w in recwarn if "AccumulateGrad" in str(w.message)]

@@ -8,13 +8,21 @@ Each backward is one of these functions, so gradients of any order flow through 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.function import Function
 
-from lockstep.devices import DeviceLike, resolve_destination, resolve_devices, side_stream
+from lockstep.devices import (
+    DeviceLike,
+    current_streams,
+    on_streams,
+    resolve_destination,
+    resolve_devices,
+    side_stream,
+)
 from lockstep.errors import GradientError
 from lockstep.local import comm
 
@@ -38,6 +46,35 @@ def _note_second_order(ctx: Any) -> None:
     current = torch._C._current_graph_task_id()
     if ctx.made_in_backward and current not in _second_order_passes:
         _second_order_passes.append(current)
+
+
+class _Streams:
+    """The streams on which a node works in backward if it works on several devices: those that are current in forward.
+
+    Autograd knows one stream of a node: that of the first of its outputs on an accelerator. This stream waits for all
+    gradients, and later nodes wait for it alone. On other devices the threads of backward have the default streams as
+    current ones, whichever streams the replicas use.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], source: torch.device | None) -> None:
+        streams = current_streams(devices if source is None else (*devices, source))
+        self._known = streams[0].device if len(streams) > 1 else None
+        self._others = streams[1:]
+        self._source = [stream for stream in self._others if stream.device == source]
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Let what backward queues come after all gradients; and the nodes that follow after work on the source."""
+        if self._known is None:
+            yield
+            return
+        known = torch.accelerator.current_stream(self._known)
+        with on_streams(self._others):
+            for stream in self._others:
+                stream.wait_stream(known)
+            yield
+            for stream in self._source:
+                known.wait_stream(stream)
 
 
 class Broadcast(Function):
@@ -65,6 +102,7 @@ class Broadcast(Function):
         ctx.mark_non_differentiable(*(c for row in copies for c, n in zip(row, needed, strict=True) if not n))
         ctx.needed = needed
         ctx.source = tensors[0].device if tensors else None
+        ctx.streams = _Streams((row[0].device for row in copies if row), ctx.source)
         return tuple(copy for row in copies for copy in row)
 
     @staticmethod
@@ -73,7 +111,8 @@ class Broadcast(Function):
         _note_second_order(ctx)
         wanted = [i for i, needed in enumerate(ctx.needed) if needed]
         rows = range(0, len(grads), len(ctx.needed))
-        sums = ReduceAddCoalesced.apply(ctx.source, len(wanted), *(grads[r + i] for r in rows for i in wanted))
+        with ctx.streams.in_order():
+            sums = ReduceAddCoalesced.apply(ctx.source, len(wanted), *(grads[r + i] for r in rows for i in wanted))
         by_index = dict(zip(wanted, sums, strict=True))
         return None, *(by_index.get(i) for i in range(len(ctx.needed)))
 
@@ -159,6 +198,7 @@ class Scatter(Function):
         """Split the tensor."""
         ctx.dim, ctx.source, ctx.made_in_backward = dim, tensor.device, _made_in_backward()
         targets = resolve_devices(devices)
+        ctx.streams = _Streams(targets, tensor.device)
         if tensor.device.type != "cpu":
             return _apart(comm.scatter(tensor, targets, chunk_sizes, dim), tensor)
         streams = [side_stream(target) for target in targets]
@@ -174,7 +214,8 @@ class Scatter(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Concatenate the gradients of the chunks."""
         _note_second_order(ctx)
-        return None, None, None, Gather.apply(ctx.source, ctx.dim, *grads)
+        with ctx.streams.in_order():
+            return None, None, None, Gather.apply(ctx.source, ctx.dim, *grads)
 
 
 def _apart(chunks: Sequence[torch.Tensor], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -216,10 +257,12 @@ class GradientEdges(Function):
     """Make existing copies differentiable: ``GradientEdges.apply(copies, groups, *tensors)``.
 
     ``copies`` are replica-major: for each replica, one copy of every tensor. They are returned as they are, but their
-    gradients are now summed, in replica order, into the gradient of the tensor. Nothing is saved for backward, so one
-    call serves any number of backwards. A tensor gets no gradient if none of its copies got one, as on one device. Only
-    a pass that differentiates a gradient (a gradient penalty) gives it zeros if another tensor of its group got a
-    gradient, as PyTorch's test suite expects (``groups`` has a number for each tensor; replicas group by module).
+    gradients are now summed, in replica order, into the gradient of the tensor. The first output is an empty tensor on
+    the device of ``tensors``: so autograd runs the sums in that device's thread, on its stream (:class:`_Streams`).
+    Nothing is saved for backward, so one call serves any number of backwards. A tensor gets no gradient if none of its
+    copies got one, as on one device. Only a pass that differentiates a gradient (a gradient penalty) gives it zeros if
+    another tensor of its group got a gradient, as PyTorch's test suite expects (``groups`` has a number for each
+    tensor; replicas group by module). Communicates, in backward, one copy for each 10 MiB buffer and device.
     Stands for the C++ ``replicate_grad_edges``.
     """
 
@@ -232,11 +275,17 @@ class GradientEdges(Function):
         ctx.groups = tuple(groups)
         ctx.shapes = [(t.shape, t.dtype) for t in tensors]
         ctx.source = tensors[0].device
-        return tuple(copies)
+        ctx.streams = _Streams((ctx.source, *(c.device for c in copies)), ctx.source)
+        return torch.empty(0, dtype=tensors[0].dtype, device=ctx.source), *copies
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: None, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Sum the gradients that arrived; tensors for which every replica has one are summed together."""
+        with ctx.streams.in_order():
+            return None, None, *GradientEdges._sums(ctx, grads)
+
+    @staticmethod
+    def _sums(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         count = len(ctx.groups)
         columns = [[g for g in grads[i::count] if g is not None] for i in range(count)]
         sums: list[torch.Tensor | None] = [_alone(column, ctx.source) for column in columns]
@@ -254,7 +303,7 @@ class GradientEdges(Function):
             for i, (shape, dtype) in enumerate(ctx.shapes):
                 if sums[i] is None and ctx.groups[i] in touched:
                     sums[i] = torch.zeros(shape, dtype=dtype, device=ctx.source)
-        return None, None, *sums
+        return sums
 
 
 def _alone(column: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
@@ -267,7 +316,6 @@ def link(
 ) -> tuple[torch.Tensor, ...]:
     """Apply :class:`GradientEdges`, with a node that the engine runs before everything else that is ready."""
     with torch.inference_mode(False), torch.enable_grad():
-        linked: tuple[torch.Tensor, ...] = GradientEdges.apply(copies, groups, *tensors)
-    node: Any = linked[0].grad_fn
-    node._set_sequence_nr(FIRST)
-    return linked
+        first, *linked = GradientEdges.apply(copies, groups, *tensors)
+    first.grad_fn._set_sequence_nr(FIRST)
+    return tuple(linked)
