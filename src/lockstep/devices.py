@@ -215,7 +215,7 @@ def direct_copy_works(source: torch.device, target: torch.device) -> bool:
     """
     if "cpu" in (source.type, target.type) or source == target:
         return True
-    sent = torch.arange(1, 1 << 14, dtype=torch.int32)
+    sent = torch.arange(1, 1 << 14, dtype=torch.int32, device=CPU)  # whatever the default device is
     arrived = sent.to(source).to(target, non_blocking=True).to(CPU)
     if torch.equal(arrived, sent):
         return True

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -69,6 +73,37 @@ def test_a_chunk_is_not_reused_while_the_compute_stream_reads_it(gpu, busy):
     later = [scatter(twos, [gpu]) for _ in range(4)]
     torch.testing.assert_close(copy.cpu(), torch.full((ROWS, COLUMNS), 1.0))
     del later
+
+
+def test_threads_that_scatter_at_once_keep_their_streams(gpu):
+    lost = []
+
+    def scatter_often() -> None:
+        mine, x = torch.cuda.Stream(gpu), pinned(1.0)
+        with on_streams([mine]):
+            for _ in range(100):
+                scatter(x, [gpu, gpu])
+                if torch.cuda.current_stream(gpu) != mine:
+                    lost.append(threading.current_thread().name)
+                    return
+
+    threads = [threading.Thread(target=scatter_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not lost
+
+
+def test_scattering_to_other_gpus_makes_no_context_on_the_current_one():
+    program = (
+        "import torch, lockstep.local as local\n"
+        "local.scatter(torch.ones(4), [1, 1])\n"
+        "assert not torch._C._cuda_hasPrimaryContext(0)"
+    )
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        pytest.skip("only one CUDA device")
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_workers_run_on_the_callers_streams(gpu):

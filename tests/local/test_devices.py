@@ -182,6 +182,15 @@ def test_a_connection_that_delivers_garbage_is_noticed_and_named_once(untried, h
     assert direct_copy_works(d1, CPU)
 
 
+def test_a_connection_can_be_tried_whatever_the_default_device_is(untried):
+    d0, d1 = untried.devices(2)
+    torch.set_default_device(d1)
+    try:
+        assert direct_copy_works(d0, d1)
+    finally:
+        torch.set_default_device(None)
+
+
 def test_a_connection_is_tried_once(untried):
     d0, d1 = untried.devices(2)
     assert direct_copy_works(d0, d1)

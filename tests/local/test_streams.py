@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.devices import on_streams
-from lockstep.local import functions
+from lockstep.local import functions, scatter
 
 
 @contextmanager
@@ -131,3 +132,26 @@ def test_streams_and_the_current_device_are_restored(sim, error):
         assert torch.accelerator.current_device_index() == 3
         assert torch.accelerator.current_stream(1) == mine
         assert torch.accelerator.current_stream(2) == torch.sim.default_stream(2)
+
+
+# ---------------------------------------------------------------------------------------------- side streams
+
+
+def test_threads_that_scatter_at_once_keep_their_streams(sim):
+    home, lost = torch.device("sim", 0), []
+
+    def scatter_often() -> None:
+        with own_stream(home) as mine:
+            x = torch.randn(1024, 256)
+            for _ in range(50):
+                scatter(x, [home, home])
+                if torch.accelerator.current_stream(home) != mine:
+                    lost.append(threading.current_thread().name)
+                    return
+
+    threads = [threading.Thread(target=scatter_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not lost

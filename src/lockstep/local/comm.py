@@ -15,6 +15,7 @@ from lockstep.devices import (
     CPU,
     DeviceLike,
     direct_copy_works,
+    on_streams,
     resolve_destination,
     resolve_devices,
 )
@@ -289,7 +290,7 @@ def even_split(size: int, parts: int) -> list[int]:
 def _copy_on(stream: torch.Stream | None, chunk: torch.Tensor, target: torch.device) -> torch.Tensor:
     if stream is None or chunk.device == target:
         return copy_to(chunk, target)
-    with stream:
+    with on_streams([stream]):
         return copy_to(chunk, target)
 
 
