@@ -203,6 +203,21 @@ def test_autocast_with_a_scaler(network, places, dtype, stepping, exact):
     assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
+def test_what_forward_computes_in_full_precision_backward_does_too(places, exact):
+    class Island(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(x.device.type, enabled=False):
+                return super().forward(x)
+
+    one, many = Island(64, 64).to(places[0]), Island(64, 64).to(places[0])
+    many.load_state_dict(one.state_dict())
+    x, y = (torch.randn(12, 64, device=places[0]) for _ in range(2))
+    functional.mse_loss(one(x), y).backward()
+    with torch.autocast(places[0].type, torch.bfloat16):
+        lockstep.DataParallel(many, places).step(functional.mse_loss, x, y)
+    assert_same(one, many, rtol=1e-4, atol=1e-6)
+
+
 def test_an_overflow_in_one_replica_skips_the_step(gpu):
     network = nn.Linear(4, 4).to(gpu)
     parallel = lockstep.DataParallel(network, [gpu, gpu])

@@ -220,3 +220,19 @@ def test_a_module_that_runs_a_backward_of_its_own(devices, first, use_step):
     else:
         F.mse_loss(parallel(x), x).backward()
     assert_same_gradients(module, plain)
+
+
+def test_backward_runs_outside_the_autocast_that_is_around_the_step(devices, first):
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            y.register_hook(lambda _: seen.append([torch.is_autocast_enabled(k) for k in ("cpu", first.type)]))
+            return y
+
+    module = Watched(4, 4).to(first)
+    with torch.autocast(first.type, torch.bfloat16):
+        DataParallel(module, devices(2)).step(lambda y: y.float().square().mean(), torch.randn(4, 4).to(first))
+        assert torch.is_autocast_enabled(first.type)
+    assert seen == [[False, False]] * 2

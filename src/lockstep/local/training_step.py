@@ -1,7 +1,7 @@
 """One training step in replicas: forward and loss in each, and one backward pass over all of them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -55,9 +55,18 @@ def training_step(
     with running(networks):
         losses = workers.run(calls, networks[0].devices[: len(shares)])
     weighted = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
-    with phases.phase("backward"), torch.autocast("cpu", enabled=False):
+    with phases.phase("backward"), _without_autocast(networks[0].devices):
         _backward(weighted)
     return weighted
+
+
+@contextmanager
+def _without_autocast(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Turn off the caller's autocast: under it, backward would compute in half precision what forward has not."""
+    with ExitStack() as stack:
+        for device_type in {"cpu", *(device.type for device in devices)}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def _backward(losses: Sequence[Tensor]) -> None:
