@@ -138,6 +138,17 @@ def test_workers_run_on_the_callers_stream_of_each_gpu(gpus):
     torch.cuda.synchronize()
 
 
+def test_workers_forget_the_streams_of_an_earlier_call(gpus):
+    def of_last(_: torch.Tensor) -> int:
+        return torch.cuda.current_stream(gpus[-1]).cuda_stream
+
+    x = torch.ones(2, device=gpus[0])
+    with on_streams([torch.cuda.Stream(gpus[-1])]):
+        parallel_apply([torch.neg] * len(gpus), [x.to(device) for device in gpus], devices=gpus)
+    default = torch.cuda.default_stream(gpus[-1]).cuda_stream
+    assert parallel_apply([of_last, of_last], [x, x.cpu()]) == [default] * 2
+
+
 def test_inputs_made_late_on_the_callers_stream(gpu, busy):
     mine = torch.cuda.Stream(gpu)
     network = nn.Linear(4, 4).to(gpu)

@@ -486,6 +486,21 @@ def test_current_streams(sim):
     assert run(streams, 3, [0, 1, 2]) == usual
 
 
+def test_streams_and_devices_of_an_earlier_call_are_forgotten(sim):
+    def streams():
+        return [torch.accelerator.current_stream(i).stream_id for i in range(3)]
+
+    def current():
+        return streams(), torch.accelerator.current_device_index()
+
+    usual = streams()
+    with torch.Stream(device="sim:1"), torch.Stream(device="sim:2"), torch.accelerator.device_index(0):
+        run(streams, 3, [0, 1, 2])
+    assert run(streams, 2, [0, 0]) == [usual] * 2
+    assert run(current, 2, [0, "cpu"])[1] == (usual, 0)
+    assert run(streams, 2, [0, 3]) == [usual] * 2
+
+
 def test_default_dtype(run_either):
     before = torch.get_default_dtype()
     try:

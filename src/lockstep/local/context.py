@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import checkpoint
 
-from lockstep.devices import accelerator
+from lockstep.devices import accelerator, current_streams, on_streams
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class CallerContext:
             default_device=torch.get_default_device(),
             intra_op_threads=torch.get_num_threads(),
             saved_tensor_hooks=_saved_tensor_hooks(),
-            streams=tuple(torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if d.type != "cpu"),
+            streams=tuple(current_streams(devices)),
             variables=contextvars.copy_context(),
         )
 
@@ -62,7 +62,8 @@ class CallerContext:
         """Return the result of ``call``, in this thread with the caller's state and ``device`` current.
 
         A thread that runs one replica after another belongs to the library, so state without a ``with`` form is just
-        set.
+        set. Streams and the device are as they were afterwards: a later call that does not use a device finds its
+        default stream there, as in a new thread.
         """
         if torch.get_num_threads() != self.intra_op_threads:  # asked first: setting it sets the process's default, too
             torch.set_num_threads(self.intra_op_threads)
@@ -70,11 +71,9 @@ class CallerContext:
         torch.set_autocast_cache_enabled(self.autocast_cache)
         for device_type, dtype, _ in self.autocast:
             torch.set_autocast_dtype(device_type, dtype)  # even if autocast is off: a forward may turn it on
-        for stream in self.streams:
-            torch.accelerator.set_stream(stream)
-        if device.index is not None:
-            torch.accelerator.set_device_index(device.index)
         with ExitStack() as stack:
+            stack.enter_context(on_streams(self.streams))
+            stack.enter_context(torch.accelerator.device_index(device.index))
             for block in self._blocks(device):
                 stack.enter_context(block)
             return _called(call)
