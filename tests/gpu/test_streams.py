@@ -223,6 +223,18 @@ def test_training_on_another_stream(gpu, busy, exact):
     torch.testing.assert_close(many.bias.grad, one.bias.grad)
 
 
+def test_a_change_of_stream_between_steps_is_followed(gpu, recwarn):
+    parallel = lockstep.DataParallel(nn.Linear(8, 8).to(gpu), [gpu, gpu])
+    x = torch.ones(4, 8, device=gpu)
+    parallel(x).sum().backward()
+    torch.cuda.synchronize()
+    mine = torch.cuda.Stream(gpu)
+    with torch.cuda.stream(mine):
+        parallel.step(torch.sum, x)
+    mine.synchronize()
+    assert not [w for w in recwarn if "AccumulateGrad" in str(w.message)]
+
+
 def test_outputs_gathered_on_the_host_are_there(gpu, busy):
     busy()
     late = torch.full((ROWS, COLUMNS), 1.0, device=gpu) + 1

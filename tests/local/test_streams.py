@@ -103,6 +103,35 @@ def test_gradients_that_a_replica_computes_on_a_stream_of_its_own_are_waited_for
     assert waits_for(sim.stream_log(), packs, network)
 
 
+@pytest.mark.parametrize("devices", [[0, 0], [0, 1]])
+@pytest.mark.parametrize("before", ["a step", "an evaluation"])
+def test_a_change_of_stream_between_steps_is_followed(sim, every_warning, before, devices):
+    home = torch.device("sim", 0)
+    parallel = lockstep.DataParallel(nn.Linear(4, 4).to(home), devices)
+    with torch.set_grad_enabled(before == "a step"):
+        loss = parallel(torch.randn(12, 4, device=home)).sum()
+    if loss.requires_grad:
+        loss.backward()
+    del loss
+    with own_stream(home):
+        x = torch.randn(12, 4, device=home)
+        for _ in range(2):
+            sim.reset_stream_log()
+            parallel(x).sum().backward()
+            assert ("sim:0", 0) not in sim.launches()
+
+
+def test_inference_on_other_streams_leaves_the_parameters_as_they_are(sim):
+    parallel = lockstep.DataParallel(nn.Linear(4, 4).to("sim:0"), [0, 0])
+    x = torch.randn(12, 4, device="sim:0")
+    parallel(x)
+    before = [id(p) for replica in parallel.replicate(parallel.module, [0, 0]) for p in replica.parameters()]
+    with own_stream(torch.device("sim", 0)), torch.no_grad():
+        parallel(x)
+        replicas = parallel.replicate(parallel.module, [0, 0])
+    assert [id(p) for replica in replicas for p in replica.parameters()] == before
+
+
 @pytest.mark.parametrize("function", ["Broadcast", "Scatter"])
 def test_gradients_of_copies_come_together_on_the_streams_of_forward(sim, function):
     here, there = (torch.Stream(device=f"sim:{index}") for index in (0, 2))

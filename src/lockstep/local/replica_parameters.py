@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
+from lockstep.devices import current_streams
 from lockstep.digests import Digests
 from lockstep.inner_tensors import inner_tensors, is_plain, like
 from lockstep.local.comm import fill, pack, unpack
@@ -172,6 +173,8 @@ class ReplicaParameters:
         self._sort(modules)
         self._hooked = _hooked(self._parameters)
         self._bound: _Rows | None = None
+        homes = (p.device for p in self._parameters[:1])
+        self._accelerators = [device for device in (*homes, *devices) if device.type != "cpu"]
         self._place_values()
 
     def _sort(self, modules: Sequence[Module]) -> None:
@@ -206,10 +209,13 @@ class ReplicaParameters:
         """Update the values of all parameters (``everything``), or of those that differ from what was sent last.
 
         If a copy's forward gave a parameter other data (``p.data = ...``), which no transfer would reach, all copies
-        get new parameters.
+        get new parameters. So they do for a use with gradients under other streams than the last one: autograd goes on
+        using the streams on which the parameters were linked.
         """
-        hooked = _hooked(self._parameters) if everything else self._hooked  # hooks are called in backward only
-        if hooked != self._hooked or (self._bound is not None and self._bound.strayed()):
+        hooked, streams = self._hooked, None
+        if everything:  # both matter in backward only
+            hooked, streams = _hooked(self._parameters), current_streams(self._accelerators)
+        if hooked != self._hooked or (self._bound is not None and not self._bound.valid(streams)):
             self._hooked = hooked
             self._unbind()
         if self._values.travel:  # else the list of written values is not needed
@@ -225,14 +231,16 @@ class ReplicaParameters:
     def bind(self) -> bool:
         """Bind linked tensors to the copies' slots, with the attributes of the network's parameters; return False if
         they already are bound."""
-        rows = self._linked_rows() if self._bound is None else self._bound
-        self._take_attributes(rows)
         if self._bound is not None:
+            self._take_attributes(self._bound)
             return False
-        self._bound = rows
-        for copy, tensors in zip(self._copies, self._bound.rows, strict=True):
+        rows = [self._new(device) for device in self._devices]
+        for copy, tensors in zip(self._copies, rows, strict=True):
             in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
             put(copy.holders(self._slots), [name for _, _, name in self._slots], in_slots)
+        self._link(rows)  # not while old ones are in the slots: they keep the network's nodes, with other streams
+        self._bound = _Rows(rows, current_streams(self._accelerators))
+        self._take_attributes(self._bound)
         return True
 
     def _take_attributes(self, wanted: "_Rows") -> None:
@@ -252,9 +260,8 @@ class ReplicaParameters:
     def _unbind(self) -> None:
         self._bound = None
 
-    def _linked_rows(self) -> "_Rows":
-        """Return differentiable parameters for every copy, linked bucket by bucket, late layers first."""
-        rows = [self._new(device) for device in self._devices]
+    def _link(self, rows: list[list[Tensor]]) -> None:
+        """Make the parameters of all copies differentiable, bucket by bucket, late layers first."""
         needing = [i for i, p in enumerate(self._parameters) if p.requires_grad and not self._detach]
         backwards = needing[::-1]
         alone = set(self._hooked)
@@ -267,7 +274,6 @@ class ReplicaParameters:
                 [self._owners[i] for i in members],
                 [self._parameters[i] for i in members],
             )
-        return _Rows(rows)
 
     def _new(self, device: torch.device) -> list[Tensor]:
         pairs = zip(self._values.on(device), self._parameters, strict=True)
@@ -277,15 +283,17 @@ class ReplicaParameters:
 class _Rows:
     """Parameters of all copies, one row for each copy, and what they were like when they were made."""
 
-    def __init__(self, rows: list[list[Tensor]]) -> None:
+    def __init__(self, rows: list[list[Tensor]], streams: list[torch.Stream]) -> None:
         self.rows = rows
+        self.streams = streams
+        """The streams on which gradients are summed: those that were current when the parameters were linked."""
         self.with_attributes: set[int] = set()
         """The numbers of the parameters that have got attributes."""
         self._snapshot = TensorSnapshot(list(chain(*rows)))
 
-    def strayed(self) -> bool:
-        """Return True if any parameter has other data now."""
-        return self._snapshot.change(gradients=False) is not Change.NONE
+    def valid(self, streams: list[torch.Stream] | None) -> bool:
+        """Return True unless a parameter has other data now, or the streams, where they matter, are other ones."""
+        return streams in (None, self.streams) and self._snapshot.change(gradients=False) is Change.NONE
 
 
 def _hooked(parameters: Sequence[Tensor]) -> list[int]:
