@@ -12,11 +12,21 @@ from lockstep.errors import DeviceError, LengthError, OptionError
 
 DeviceLike = int | str | torch.device
 CPU = torch.device("cpu")
+_LIKE = (int, str, torch.device)
 
 
 def accelerator() -> torch.device | None:
-    """Return the type of accelerator that this process can use, or None."""
-    return torch.accelerator.current_accelerator(check_available=True)
+    """Return the type of accelerator that this process can use, or None; one that was found stays."""
+    return _found or _find()
+
+
+_found: torch.device | None = None
+
+
+def _find() -> torch.device | None:
+    global _found
+    _found = torch.accelerator.current_accelerator(check_available=True)
+    return _found
 
 
 def refuse_capture(device: torch.device, what: str) -> None:
@@ -41,7 +51,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
     ``"cuda"`` without an index means the current CUDA device. Raises :class:`DeviceError` for a device that does not
     exist, naming it and the devices there are.
     """
-    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+    if isinstance(device, bool) or not isinstance(device, _LIKE):
         raise DeviceError(
             f"expected a device as int, str or torch.device, got {device!r} of type {type(device).__name__}"
         )
@@ -59,6 +69,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
     return _accelerator_at(torch.accelerator.current_device_index() if named.index is None else named.index)
 
 
+@cache
 def _accelerator_at(index: int) -> torch.device:
     found = accelerator()
     if found is None or not 0 <= index < torch.accelerator.device_count():
@@ -178,7 +189,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """Return the current stream of each accelerator among the devices, once."""
-    return [torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if d.type != "cpu"]
+    return [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices) if device != CPU]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ PyTorch's pytree registry. Everything else is a leaf. This is the only file that
 import dataclasses
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice
@@ -307,10 +307,9 @@ class Tree:
         pairs = zip(node.names, node.children, strict=True)
         return node.build, [self._open(child, (path + name).removeprefix(".")) for name, child in pairs]
 
-    def build(self, leaves: Sequence[Any]) -> Any:
-        """Return the value with its leaves replaced, in order."""
-        remaining = iter(leaves)
-        return _build(self._shape, remaining)
+    def build(self, leaves: Iterable[Any]) -> Any:
+        """Return the value with its leaves replaced, in order; from an iterator, take as many as there are."""
+        return _build(self._shape, iter(leaves))
 
 
 def _build(shape: Any, leaves: Iterator[Any]) -> Any:

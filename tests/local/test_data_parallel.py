@@ -725,3 +725,15 @@ def test_a_first_layer_that_writes_in_place_after_another_data_parallel(devices,
     expected(x).square().sum().backward()
     for parameter, reference in zip([*one.parameters(), *other.parameters()], expected.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, reference.grad)
+
+
+def test_a_call_does_not_ask_again_which_accelerators_there_are(sim, monkeypatch):
+    parallel, x = DataParallel(nn.Linear(4, 4).to("sim:0"), [0, 1, 2]), torch.ones(6, 4)
+    parallel(x)
+    asked = []
+    for name in ("is_available", "device_count"):
+        ask = getattr(torch.accelerator, name)
+        monkeypatch.setattr(torch.accelerator, name, lambda name=name, ask=ask: (asked.append(name), ask())[1])
+    parallel(x)
+    parallel.step(torch.sum, x)
+    assert not asked

@@ -82,7 +82,7 @@ def gatherable(tensors: list[torch.Tensor], dim: int) -> tuple[list[torch.Tensor
             )
     dim = checked_dim(first, dim)
     for index, tensor in enumerate(tensors):
-        if without(tensor, dim) != without(first, dim):
+        if tensor.shape != first.shape and without(tensor, dim) != without(first, dim):
             raise LayoutError(
                 f"Input tensor at index {index} has invalid shape {tuple(tensor.shape)}: expected "
                 f"{tuple(first.shape)} but for dim {dim}"

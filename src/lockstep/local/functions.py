@@ -16,6 +16,7 @@ import torch
 from torch.autograd.function import Function
 
 from lockstep.devices import (
+    CPU,
     DeviceLike,
     current_streams,
     on_streams,
@@ -57,8 +58,10 @@ class _Streams:
     """
 
     def __init__(self, devices: Iterable[torch.device], source: torch.device | None) -> None:
-        streams = current_streams(devices if source is None else (*devices, source))
-        self._known = streams[0].device if len(streams) > 1 else None
+        places = dict.fromkeys(devices if source is None else (*devices, source))
+        places.pop(CPU, None)
+        streams = current_streams(places) if len(places) > 1 else []
+        self._known = streams[0].device if streams else None
         self._others = streams[1:]
         self._source = [stream for stream in self._others if stream.device == source]
 

@@ -8,7 +8,7 @@ replica, and a tensor with as many rows as there are replicas, beside a larger b
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,7 +41,7 @@ def scatter(
     [{'x': tensor([0, 1]), 'flag': True}, {'x': tensor([2]), 'flag': True}]
     """
     targets = resolve_devices(target_gpus)
-    return _scatter(Tree(inputs, "inputs"), targets, dim, split)[0]
+    return [value for (value,) in _scatter([Tree(inputs, "inputs")], targets, dim, split)[0]]
 
 
 class Shared:
@@ -107,28 +107,26 @@ def scatter_arguments(
     split: Sequence[float] | None,
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int] | None]:
     """Return the arguments of each replica used, and the number of rows of each (None if there is nothing to split)."""
-    return _scatter(Tree(_Arguments(tuple(inputs), dict(kwargs or {})), ""), targets, dim, split)
-
-
-class _Arguments(NamedTuple):
-    """Positional and keyword arguments as one tree, under the names that messages give them."""
-
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    trees = [Tree(tuple(inputs), "inputs"), Tree(dict(kwargs or {}), "kwargs")]
+    shares, sizes = _scatter(trees, targets, dim, split)
+    return [(args, keywords) for args, keywords in shares], sizes
 
 
 def _scatter(
-    tree: Tree, targets: Sequence[torch.device], dim: int, split: Sequence[float] | None
-) -> tuple[list[Any], list[int] | None]:
-    rows = _rows(tree.leaves, dim, len(targets))
+    trees: Sequence[Tree], targets: Sequence[torch.device], dim: int, split: Sequence[float] | None
+) -> tuple[list[tuple[Any, ...]], list[int] | None]:
+    """Return a value like each tree for each replica used, and the number of rows of each."""
+    leaves = [leaf for tree in trees for leaf in tree.leaves]
+    rows = _rows(leaves, dim, len(targets))
     sizes = None if rows is None else split_sizes(rows, len(targets), split)
     used = targets if sizes is None else targets[: len(sizes)]
     if len(used) > 1:
-        for leaf in tree.leaves:
+        for leaf in leaves:
             if type(leaf.value) not in _USUAL:
                 _look_into(leaf)
-    columns = [_scatter_leaf(leaf.value, used, sizes, dim) for leaf in tree.leaves]
-    return [tree.build([column[i] for column in columns]) for i in range(len(used))], sizes
+    columns = [_scatter_leaf(leaf.value, used, sizes, dim) for leaf in leaves]
+    shares = [iter([column[i] for column in columns]) for i in range(len(used))]
+    return [tuple([tree.build(share) for tree in trees]) for share in shares], sizes
 
 
 def _scatter_leaf(value: Any, targets: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> Sequence[Any]:
