@@ -199,6 +199,19 @@ def test_a_transfer_to_other_gpus_waits_for_updates(gpus, busy):
             torch.testing.assert_close(output, torch.full_like(output, 66.0))
 
 
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
+def test_the_host_does_not_wait_for_any_gpu_in_forward(gpus, busy, grad):
+    parallel, x = lockstep.DataParallel(nn.Linear(64, 64).to(gpus[0]), gpus), torch.ones(64, 64, device=gpus[0])
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            parallel(x)
+        for device in gpus:
+            torch.cuda.synchronize(device)
+        busy()
+        parallel(x)
+        assert not torch.cuda.current_stream(gpus[0]).query(), "the sleep was too short, or forward has waited"
+
+
 def test_training_on_another_stream(gpu, busy, exact):
     torch.manual_seed(1)
     one, many = nn.Linear(8, 8).to(gpu), nn.Linear(8, 8).to(gpu)

@@ -571,27 +571,22 @@ def test_an_update_through_data_counts_at_the_next_evaluation_too(devices, first
     assert all(torch.equal(r[0].weight.cpu(), network[0].weight.cpu()) for r in replicas)
 
 
-def test_parameters_are_not_sent_where_nothing_changed(sim):
-    network = on(sim.devices(1)[0], lambda: nn.Sequential(nn.Linear(300, 40), nn.BatchNorm1d(40))).eval()
-    replicas = ReplicaSet(network, sim.devices(3))
-    with torch.no_grad():
-        for _ in range(3):
-            one, two, _ = replicas.refresh()
-        sim.reset_copies()
-        replicas.refresh()
-        for copied in sim.copies().values():  # buffers, and whether the sums of the values are equal
-            assert copied.bytes < 1000
-        network[0].weight.add_(1)
-        sim.reset_copies()
-        replicas.refresh()
-        for target in ("sim:1", "sim:2"):
-            assert sim.copies()["sim:0", target].bytes > 4 * 300 * 40
-        assert torch.equal(two[0].weight.cpu(), network[0].weight.cpu())
-        sim.reset_copies()
-        replicas.refresh()
-        for copied in sim.copies().values():
-            assert copied.bytes < 1000
-    assert one is replicas.refresh()[0]
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
+def test_values_are_sent_at_each_use_and_the_host_waits_for_no_device(sim, grad):
+    """Also those that were written through `.data`, which no version counter tells of."""
+    network = on(sim.devices(1)[0], mlp)
+    replicas = ReplicaSet(network, sim.devices(2))
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):  # the first one tries the connection
+            replicas.refresh()
+        for value in (1.0, 2.0):
+            network[0].weight.data.fill_(value)
+            sim.reset_copies()
+            sim.reset_stream_log()
+            (_, there) = replicas.refresh()
+            assert list(sim.copies()) == [("sim:0", "sim:1")]
+            assert not [line for line in sim.stream_log() if line.action.startswith("sync")]
+            assert (there[0].weight.cpu() == value).all()
 
 
 def test_parameters_travel_in_a_few_flat_transfers(sim):
@@ -608,17 +603,21 @@ def test_parameters_travel_in_a_few_flat_transfers(sim):
     assert sim.copies()["sim:1", "sim:0"].calls == 1  # their gradients
 
 
-def test_only_buckets_with_written_parameters_travel(sim):
-    network = on(sim.devices(1)[0], lambda: nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))))
-    network.eval()
-    replicas = ReplicaSet(network, sim.devices(2), cap_bytes=2 * 8 * 8 * 4)
-    with torch.no_grad():
-        replicas.refresh()
-        replicas.refresh()
-        network[3].weight.add_(1)
-        sim.reset_copies()
-        replicas.refresh()
-    assert sim.copies()["sim:0", "sim:1"] == (1, 2 * 8 * 8 * 4)
+def test_parameters_that_share_a_storage_are_sent_from_it(sim):
+    """Nothing is packed: the storage of an RNN's weights, or of flattened parameters, is as large as they are."""
+    network = nn.Linear(100, 100).to("sim:0")
+    flat = torch.randn(100 * 100 + 100 + 8, device="sim:0")
+    network.weight.data, network.bias.data = flat[8:-100].view(100, 100), flat[-100:]
+    replicas = ReplicaSet(network, sim.devices(2))
+    replicas.refresh()
+    torch.sim.reset_peak_memory_stats(0)
+    before = torch.sim.memory_allocated(0)
+    sim.reset_copies()
+    _, there = replicas.refresh()
+    assert torch.sim.max_memory_allocated(0) == before
+    assert sim.copies()["sim:0", "sim:1"] == (1, flat.nbytes)
+    for one, other in zip(network.parameters(), there.parameters(), strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
 
 
 def test_replicas_share_the_flat_copy_of_a_device(sim):

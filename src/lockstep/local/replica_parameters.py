@@ -9,10 +9,8 @@ device it is a view of a flat buffer that lives as long as the replicas. A trans
 increments the versions of exactly those values whose parameter was written. So a graph that has saved the value of
 another parameter goes on undisturbed, and a graph that has saved a changed value says so, as it would on one device.
 
-A write through ``.data`` leaves no trace in a version counter. So where only changed values are sent, *checksums* tell
-which: each bucket's bits are summed on the source, weighted by place, and all sums are read at once. That reads the
-values once and waits for the source; sending them would write them to every device. Values on the CPU are always sent,
-since reading them takes as long.
+Values are sent at each use, also those that no version counter says were written: a write through ``.data`` leaves no
+trace, and to look for one, the host would have to wait for the device.
 """
 
 from collections import defaultdict
@@ -25,7 +23,6 @@ from torch.nn import Module
 
 from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
 from lockstep.devices import current_streams
-from lockstep.digests import Digests
 from lockstep.inner_tensors import inner_tensors, is_plain, like
 from lockstep.local.comm import fill, pack, unpack
 from lockstep.local.functions import link
@@ -42,12 +39,12 @@ class ParameterValues:
         away = [device for device in dict.fromkeys(devices) if device != self._source]
         shared = [_storage_bucket(tensors, indices) for indices in _sharing_storage(tensors)]
         self._buckets = shared + _other_buckets(tensors, shared, cap_bytes)
+        self._whole_storages = len(shared)  # the first buckets
         self._flats = {d: [_empty(bucket, d) for bucket in self._buckets] for d in away}
         self._values = {d: self._views(flats) for d, flats in self._flats.items()}
         if self._source is not None and self._source in devices:  # else old data would live on after p.data = new
             self._values[self._source] = [t.detach() for t in tensors]
-        self._sums: torch.Tensor | None = None  # of what was sent last, if known
-        self.transfer(range(len(tensors)), everything=True)
+        self.transfer(range(len(tensors)))
 
     def _views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values: list[torch.Tensor] = [torch.empty(0)] * len(self._tensors)
@@ -65,49 +62,22 @@ class ParameterValues:
         """Return the values on one of the devices."""
         return self._values[device] if self._tensors else []
 
-    def transfer(self, written: Iterable[int], *, everything: bool) -> None:
-        """Update the values on other devices: ``everything``, or only the buckets that differ from what was sent last.
-
-        The values of tensors known to be ``written`` get new versions.
-        """
-        if not self._flats:
-            return
-        changed = set(written)
-        wanted = range(len(self._buckets)) if everything else self._differing(changed)
-        if everything:
-            self._sums = None
-        for number in wanted:
-            for flat, values in self._packed(number, self._buckets[number]):
-                fill(flat, values)
+    def transfer(self, written: Iterable[int]) -> None:
+        """Send all values to the other devices; the values of tensors known to be ``written`` get new versions."""
+        for number, bucket in enumerate(self._buckets if self._flats else ()):
+            values = self._together(number, bucket)
+            for flats in self._flats.values():
+                fill(bucket.views(flats[number])[0] if len(bucket.slots) == 1 else flats[number], values)
+        changed = list(written)
         for device in self._flats:
             torch.autograd.graph.increment_version([self._values[device][i] for i in changed])
 
-    def _differing(self, changed: set[int]) -> list[int]:
-        """Return the numbers of the buckets that differ, or may differ, from what was sent last."""
-        numbers = list(range(len(self._buckets)))
-        if self._source is None or self._source.type == "cpu" or not numbers:
-            return numbers
-        source, before = self._source, self._sums
-        sums = torch.stack([Digests([_flat(b.take(self._tensors))]).digest(source) for b in self._buckets])
-        self._sums = sums
-        same = [False] * len(numbers) if before is None else (sums == before).tolist()
-        written = [not changed.isdisjoint(slot.index for slot in bucket.slots) for bucket in self._buckets]
-        return [i for i in numbers if written[i] or not same[i]]
-
-    def _packed(self, number: int, bucket: Bucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return, for each device, the memory to write and the one tensor to write there."""
+    def _together(self, number: int, bucket: Bucket) -> torch.Tensor:
+        """Return the values of a bucket in one tensor, on their own device: the tensor itself if it is the only one."""
         members = [t.detach() for t in bucket.take(self._tensors)]
-        flats = [flats[number] for flats in self._flats.values()]
-        if len(members) == 1:  # nothing to pack
-            return [(bucket.views(flat)[0], members[0]) for flat in flats]
-        packed = pack(bucket, members)
-        return [(flat, packed) for flat in flats]
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join tensors into one, so that a digest takes one pass; a single contiguous tensor is not copied."""
-    flats = [tensor.detach().reshape(-1) for tensor in tensors]
-    return flats[0] if len(flats) == 1 else torch.cat(flats)
+        if number < self._whole_storages:
+            return members[0].as_strided((bucket.numel,), (1,), 0)
+        return members[0] if len(members) == 1 else pack(bucket, members)
 
 
 def _sharing_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -205,21 +175,21 @@ class ReplicaParameters:
             self._unbind()
         return True
 
-    def refresh(self, *, everything: bool) -> None:
-        """Update the values of all parameters (``everything``), or of those that differ from what was sent last.
+    def refresh(self, *, gradients: bool) -> None:
+        """Update the values of all parameters, and the links to the network's if ``gradients`` are wanted.
 
         If a copy's forward gave a parameter other data (``p.data = ...``), which no transfer would reach, all copies
         get new parameters. So they do for a use with gradients under other streams than the last one: autograd goes on
         using the streams on which the parameters were linked.
         """
         hooked, streams = self._hooked, None
-        if everything:  # both matter in backward only
+        if gradients:  # both matter in backward only
             hooked, streams = _hooked(self._parameters), current_streams(self._accelerators)
         if hooked != self._hooked or (self._bound is not None and not self._bound.valid(streams)):
             self._hooked = hooked
             self._unbind()
         if self._values.travel:  # else the list of written values is not needed
-            self._values.transfer(self._then.written(), everything=everything)
+            self._values.transfer(self._then.written())
 
     def _place_values(self) -> None:
         self._then = TensorSnapshot(self._parameters)

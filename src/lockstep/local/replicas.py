@@ -5,9 +5,8 @@ Each use begins with :meth:`ReplicaSet.refresh`, which takes the following steps
 
 1. *Notice.* One pass over the network (:mod:`~lockstep.local.changes`). If submodules or parameters were replaced, or
    their data has moved, build everything anew.
-2. *Parameters.* Replicas on the network's device use the parameters' own storage. On other devices the values are
-   brought up to date in flat transfers (:mod:`~lockstep.local.replica_parameters`): all of them if a gradient is
-   wanted, otherwise those that differ from what was sent last.
+2. *Parameters.* Replicas on the network's device use the parameters' own storage. To other devices the values are sent
+   in flat transfers (:mod:`~lockstep.local.replica_parameters`).
 3. *Buffers.* A replica gets new tensors with the network's values (:mod:`~lockstep.local.replica_buffers`).
 4. *Attributes.* A replica gets those that the network has now (:mod:`~lockstep.local.attributes`).
 
@@ -126,7 +125,7 @@ class ReplicaSet:
                 self._built = None  # before new ones are made: old links keep a graph to parameters of another shape
                 self._built = self._build()
             else:
-                self._built.parameters.refresh(everything=enabled)
+                self._built.parameters.refresh(gradients=enabled)
             self._built.bind(grad=enabled and not self._detach)
             return ([self.network] if self._network_first else []) + [copy.root for copy in self._built.copies]
 
