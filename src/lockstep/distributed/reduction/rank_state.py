@@ -223,14 +223,11 @@ class Contribution:
     def __init__(
         self,
         parameters: Sequence[ManagedParameter],
-        part: Part = Part.FULL,
         window: Window | None = None,
         used: bytearray | None = None,
         is_local: bool = False,
     ) -> None:
         self._parameters = parameters
-        self.part = part
-        """The part that the rank takes in the next round, if nothing fails."""
         self.used = used or bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
         self._none_used = bytes(len(parameters))
@@ -264,20 +261,7 @@ class Contribution:
         """Return the same flags for other parameters, under their new numbers."""
         used = {id(each.parameter) for each in compress(self._parameters, self.used)}
         found = bytearray(id(each.parameter) in used for each in parameters)
-        return Contribution(parameters, self.part, self.window, found, self.is_local)
-
-
-@contextmanager
-def gradients_set_aside(parameters: Sequence[ManagedParameter]) -> Iterator[None]:
-    """Clear the parameters' gradients inside the block, and restore them after it."""
-    had = [member.parameter.grad for member in parameters]
-    for member in parameters:
-        member.parameter.grad = None
-    try:
-        yield
-    finally:
-        for member, grad in zip(parameters, had, strict=True):
-            member.parameter.grad = grad
+        return Contribution(parameters, self.window, found, self.is_local)
 
 
 class PaddingBatch:
@@ -341,18 +325,6 @@ class _ZeroGradHook:
         return torch.zeros_like(grad)
 
 
-@contextmanager
-def contributing_nothing(parameters: Sequence[ManagedParameter], counts: Callable[[], bool]) -> Iterator[None]:
-    """Clear ``.grad`` for a round run inside; restore it if ``counts()`` is True and the round has set no gradient."""
-    had = [member.parameter.grad for member in parameters]
-    for member in parameters:
-        member.parameter.grad = None
-    yield
-    for member, grad in zip(parameters, had, strict=True):
-        if counts() and member.parameter.grad is None:
-            member.parameter.grad = grad
-
-
 _NO_PASS = 0, 0, 0
 
 
@@ -390,7 +362,6 @@ class RankState:
         self._global_rank = global_rank
         self._lock = lock
         self._in_round = False
-        self._skips = False  # it leaves out its batch
 
     @property
     def has_accumulated(self) -> bool:
@@ -447,7 +418,7 @@ class RankState:
     def is_usual(self) -> bool:
         """True if it contributes the gradients of one backward pass, and nothing else."""
         own = self.contribution
-        if self.differs or self._skips or self.padding_batch is not None or own.part is not Part.FULL:
+        if self.differs or self.padding_batch is not None:
             return False
         return own.window.is_unused and not own.is_local
 
@@ -473,9 +444,10 @@ class RankState:
             self.is_static = not self.used_at_last
             self.used_at_last = bytes(used)
 
-    def end_round(self, opened: bool, applied: bool) -> None:
-        """Note that a backward pass with a round is over, whether or not the round has ``opened`` on this rank, and
-        ``applied``, if its gradients have been handed out.
+    def end_round(self, opened: bool, knows_steps: bool) -> None:
+        """Note that a backward pass with a round is over, whether or not the round has ``opened`` on this rank.
+
+        ``knows_steps``: optimizers make as many steps from now on as on all ranks that do the same.
 
         The contribution is dropped after a failure, too:
         test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
@@ -485,7 +457,7 @@ class RankState:
             self.padding_batch.undo()
         self.contribution.forget()
         self.passes.end_round()
-        self.steps.end_round(known=applied and self.contribution.part is not Part.JOINED)
+        self.steps.end_round(known=knows_steps)
 
     def end_pass(self, accumulated: bool) -> None:
         """Note that a backward pass without a round is over, and whether it has ``accumulated`` gradients."""
@@ -508,57 +480,51 @@ class RankState:
 
     # ------------------------------------------------------------------------------- what it says of a round
 
-    def describe(self, number: int, passive: bool, failed: bool) -> Status:
-        """Return this rank's status for round ``number``; ``passive``: it takes part without a backward pass."""
-        own, window, loops = self.contribution, self.contribution.window, self._decisions
-        part = own.part
-        if self._skips or (loops.skips_next and not failed):
+    def status(self, number: int, part: Part, passive: bool) -> Status:
+        """Return this rank's status for round ``number``, in which it takes that part; ``passive``: without a backward
+        pass."""
+        window, loops = self.contribution.window, self._decisions
+        calls = _NO_PASS if passive or part is Part.SKIPS else self.passes.summarize()
+        if loops.skips_next and part is not Part.FAILED:
             part = Part.SKIPS
-        elif failed:
-            part = Part.FAILED
         return Status(
-            number,
-            loops.batch,
-            part,
-            loops.asks_to_stop,
-            loops.innermost.batch.ends,
-            self.differs,
-            bool(window.weights),
-            *(_NO_PASS if passive or self._skips else self.passes.summarize()),
-            self.steps.count,
-            sum(window.weights),
+            round=number,
+            batch=loops.batch,
+            part=part,
+            stops=loops.asks_to_stop,
+            ends=loops.innermost.batch.ends,
+            changed=self.differs,
+            weighted=bool(window.weights),
+            called=calls[0],
+            through=calls[1],
+            unused_forwards=calls[2],
+            steps=self.steps.count,
+            weight=sum(window.weights),
         )
 
     # ----------------------------------------------------------------- batches that count nothing, or are left out
 
     @contextmanager
-    def contributing_nothing(self, part: Part, counts: Callable[[], bool]) -> Iterator[None]:
-        """Let this rank contribute nothing inside the block; its contribution is kept for a later round.
+    def set_aside(self, restores: Callable[[Parameter], bool]) -> Iterator[None]:
+        """Let this rank contribute nothing inside the block; what it has accumulated is kept for a later round.
 
-        After the block parameters have the reduced gradients if the round ``counts``, unless ``part`` is
-        :attr:`Part.JOINED`.
+        After the block the parameters for which ``restores`` returns True have the gradients of before.
         """
         before = self._members.parameters
         self.look_for_changes()
-        parameters = [*before, *self._members.added]
-        own = self.contribution
-        self.contribution = Contribution(before, part)
-        try:
-            joined = part is Part.JOINED
-            with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):
-                yield
-        finally:
-            is_same = self._members.parameters is before
-            self.contribution = own if is_same else own.renumbered(self._members.parameters)
-
-    @contextmanager
-    def skipping(self, leaves_out: bool = True) -> Iterator[None]:
-        """Let all ranks leave out the batch, in rounds inside the block, if this rank ``leaves_out`` the batch."""
-        self._skips = leaves_out
+        parameters = [each.parameter for each in (*before, *self._members.added)]
+        grads = [each.grad for each in parameters]
+        own, self.contribution = self.contribution, Contribution(before)
+        for each in parameters:
+            each.grad = None
         try:
             yield
         finally:
-            self._skips = False
+            is_same = self._members.parameters is before
+            self.contribution = own if is_same else own.renumbered(self._members.parameters)
+            for each, grad in zip(parameters, grads, strict=True):
+                if restores(each):
+                    each.grad = grad
 
     def begin_padding_batch(self) -> None:
         """Begin a batch that counts nothing, until :meth:`end_padding_batch`, unless one has begun."""

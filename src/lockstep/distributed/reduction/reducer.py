@@ -375,7 +375,7 @@ class Reducer:
                     self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
                 own.contribution.used[:] = self.common.buckets.all_used
                 with torch.no_grad():
-                    self._finish()
+                    self._finish(Part.FULL)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
@@ -400,28 +400,29 @@ class Reducer:
             came = self._round.with_taken(came)
         return len(came) == len(watched.snapshot.parameters) == len(common.buckets.all_used)
 
-    def finalize_backward(self) -> Sequence[Parameter]:
+    def finalize_backward(self, part: Part = Part.FULL) -> Sequence[Parameter]:
         """Reduce all remaining buckets; return the parameters whose hooks have waited for that.
 
+        ``part``: how this rank takes part.
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
         with self._lock, torch.no_grad():
             try:
                 if self.rank_state.padding_batch is not None:
-                    return self._finalize_padding(self.rank_state.padding_batch)
+                    return self._finalize_padding(self.rank_state.padding_batch, part)
                 watched = self._open_passes[-1] if self._open_passes else None
                 if watched is None or not (watched.came or self._round is not None):
                     # This rank has no gradient of the module, but another rank may have.
                     self._open_without_gradient()
-                    return self._finish()
-                return self._finalize_pass(watched)
+                    return self._finish(part)
+                return self._finalize_pass(watched, part)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 self.end_pass()
 
-    def _finalize_pass(self, watched: "_OpenPass") -> Sequence[Parameter]:
+    def _finalize_pass(self, watched: "_OpenPass", part: Part) -> Sequence[Parameter]:
         if watched.this.creates_graph:
             _warn_of_graph()
         if self._round is None:
@@ -432,17 +433,19 @@ class Reducer:
         except BaseException:  # of this rank alone: the report tells the others
             self.abort()
             raise
-        return self._finish()
+        return self._finish(part)
 
-    def _finalize_padding(self, batch: PaddingBatch) -> Sequence[Parameter]:
+    def _finalize_padding(self, batch: PaddingBatch, part: Part) -> Sequence[Parameter]:
         """Finalize at a padding batch: contribute the gradients that were accumulated before it, if there are any."""
         batch.undo()
         own = self.rank_state
         something = own.contribution.is_something(self._members.added)
+        if not something and part is Part.FULL:
+            part = Part.PADDING
         try:
-            with nullcontext() if something else own.contributing_nothing(Part.PADDING, self.has_counted):
+            with nullcontext() if something else own.set_aside(self._is_kept):
                 self._open_without_gradient()
-                return self._finish()
+                return self._finish(part)
         finally:
             batch.round_ended(self.buffers.keep())
 
@@ -454,7 +457,7 @@ class Reducer:
             self.abort()
             raise
 
-    def _finish(self) -> Sequence[Parameter]:
+    def _finish(self, part: Part) -> Sequence[Parameter]:
         current = self._round
         if current is None:
             return ()
@@ -465,7 +468,7 @@ class Reducer:
             try:
                 if self.rank_state.contribution.window.problem:
                     raise OptionError(self.rank_state.contribution.window.problem)
-                current.launch_rest()
+                current.launch_rest(self.rank_state.status(current.number, part, current.passive))
             except BaseException:  # of this rank alone: the others wait for what is not sent
                 self.abort()
                 raise
@@ -480,9 +483,9 @@ class Reducer:
         """Run users' hooks of parameters whose gradients have been reduced."""
         run_held_hooks(parameters, self)
 
-    def has_counted(self) -> bool:
-        """Return True if the last round has ended well."""
-        return not self._has_failed
+    def _is_kept(self, parameter: Parameter) -> bool:
+        """Return True if the gradient of a parameter stays as it was, after a round to which it did not contribute."""
+        return parameter.grad is None and not self._has_failed
 
     # ------------------------------------------------------------------- the end, however it comes
 
@@ -500,7 +503,9 @@ class Reducer:
             elif failed:
                 self._members.drop_gradients()
             if failed or ended is not None:
-                self.rank_state.end_round(ended is not None, not (ended is None or failed or self._has_failed))
+                applied = not (failed or self._has_failed)
+                knows_steps = ended is not None and applied and not ended.is_joined
+                self.rank_state.end_round(ended is not None, knows_steps)
             else:
                 self.rank_state.end_pass(accumulated)
             for outer in self._open_passes:  # the gradients of this pass do not belong to those
@@ -528,15 +533,15 @@ class Reducer:
         self.error = f"round {number}: the backward pass failed on this rank"
         if self.collectives.is_lost:
             return
-        with self.rank_state.skipping(self.decisions.skips_after(sys.exception())):
-            try:
-                self._abort_round()
-            except (CommunicationError, AgreementError, OptionError) as error:  # the group has ended, or all raise
-                logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
-            except Exception as error:
-                self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
+        part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
+        try:
+            self._abort_round(part)
+        except (CommunicationError, AgreementError, OptionError) as error:  # the group has ended, or all raise
+            logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
+        except Exception as error:
+            self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
 
-    def _abort_round(self) -> None:
+    def _abort_round(self, part: Part) -> None:
         if self._round is None:
             self._check_alive()
             with suppress(PeerError, OptionError):  # which the others know of
@@ -548,7 +553,7 @@ class Reducer:
             raise
         assert self._round is not None
         self._aborted = self._round
-        self._aborted.abort()
+        self._aborted.abort(self.rank_state.status(self._round.number, part, self._round.passive))
         self.decisions.note_aborted(self)
 
     def finish_aborted(self) -> None:

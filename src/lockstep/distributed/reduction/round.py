@@ -24,7 +24,7 @@ from lockstep.distributed.reduction.gradients import GradientSnapshot, KeptGradi
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
-from lockstep.distributed.reduction.status import Status
+from lockstep.distributed.reduction.status import Part, Status
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
@@ -51,9 +51,12 @@ class Round:
     def __init__(
         self, number: int, common: CommonState, own: RankState, before: GradientSnapshot, passive: bool = False
     ) -> None:
-        """``own``: how this rank takes part; ``before``: the gradients before the pass; ``passive``: it takes part
-        without a backward pass."""
+        """``own``: what this rank has accumulated; ``before``: the gradients before the pass; ``passive``: this rank
+        takes part without a backward pass."""
         self.number = number
+        self.passive = passive
+        self.status: Status | None = None
+        """What this rank says in the report, once backward has ended or failed."""
         self.phase = RoundState.FILLING
         self.buckets = common.buckets
         self.next_bucket = 0
@@ -62,7 +65,6 @@ class Round:
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
         self._common = common
         self._own = own
-        self._passive = passive
         self._used = own.contribution.used
         self._behind = NO_ROW  # the report behind the last bucket
         self._aborted_row: Tensor | None = None
@@ -93,6 +95,11 @@ class Round:
     def is_applied(self) -> bool:
         """True if the parameters have their gradients."""
         return self.phase is RoundState.APPLIED
+
+    @property
+    def is_joined(self) -> bool:
+        """True if this rank has run out of batches in ``Join``."""
+        return self.status is not None and self.status.part is Part.JOINED
 
     @property
     def has_begun(self) -> bool:
@@ -193,8 +200,9 @@ class Round:
             elif self._used[index]:
                 self.late[index] = None
 
-    def launch_rest(self) -> None:
-        """Launch the remaining buckets, the buffers that are not in the report, and the report."""
+    def launch_rest(self, status: Status) -> None:
+        """Launch the remaining buckets, the buffers that are not in the report, and the report with the ``status``."""
+        self.status = status
         common, row = self._common, self._common.transport.own_row
         has_large = common.buffers.prepare_large()
         used = self._used if 0 in self._used else None
@@ -208,31 +216,35 @@ class Round:
         if row is not None:
             self._send_own(row, "report")
 
-    def _send_own(self, row: Tensor, what: str, failed: bool = False) -> None:
+    def _send_own(self, row: Tensor, what: str) -> None:
         """Send the report if it does not travel behind a bucket."""
         transport, what = self._common.transport, f"{what}, round {self.number}"
-        status = self._write_report(row, failed)
+        self._write_report(row)
         if transport.own_buffers is not None:
-            transport.write_buffers(transport.own_buffers, status)
+            transport.write_buffers(transport.own_buffers, self._said)
             self._all_reduce(transport.own_buffers, "small buffers")
         if self._begun is None:
             self._begun = time.perf_counter()
-        self._pending.append(transport.send(row, what, blocking=not failed))  # nobody waits for a failed one
+        waits = self.phase is not RoundState.ABORTED  # nobody waits for a report that says so
+        self._pending.append(transport.send(row, what, blocking=waits))
 
-    def _write_behind(self, row: Tensor, failed: bool = False) -> None:
+    def _write_behind(self, row: Tensor) -> None:
         """Write what is sent behind the last bucket: the report, or small buffers alone."""
         self._behind = row
         if self._common.transport.own_row is None:
-            self._write_report(row, failed)
+            self._write_report(row)
         else:
-            self._common.transport.write_buffers(row, self._own.describe(self.number, self._passive, failed))
+            self._common.transport.write_buffers(row, self._said)
 
-    def _write_report(self, row: Tensor, failed: bool = False) -> Status:
+    @property
+    def _said(self) -> Status:
+        assert self.status is not None
+        return self.status
+
+    def _write_report(self, row: Tensor) -> None:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
-        status = self._own.describe(self.number, self._passive, failed)
-        self._common.transport.write(row, self._used, list(self.late), status)
-        return status
+        self._common.transport.write(row, self._used, list(self.late), self._said)
 
     def wait(self) -> None:
         """Return when all messages have arrived."""
@@ -260,7 +272,6 @@ class Round:
         is_usual = verdict.is_usual and self._decisions.is_default
         added = () if is_usual else self._agree(verdict)
         if added is None:
-            own.contribution.forget()
             return ()
         try:
             self._copy_out(verdict, added)
@@ -354,13 +365,13 @@ class Round:
 
     # -------------------------------------------------------------------- aborted: backward has failed
 
-    def abort(self) -> None:
+    def abort(self, status: Status) -> None:
         """Send what the other ranks wait for, in the order of :meth:`launch_rest`, without gradients.
 
         A communication hook runs on buckets of zeros, because those of the other ranks wait for its messages.
         """
         assert self.phase < RoundState.REDUCED
-        self.phase = RoundState.ABORTED
+        self.phase, self.status = RoundState.ABORTED, status
         common = self._common
         for bucket in self.buckets.in_order[self.next_bucket :]:
             zeros = self._allocate_or_wait(bucket.zeros)
@@ -369,7 +380,7 @@ class Round:
                 continue
             if bucket is self.buckets.report_bucket:
                 row = zeros[bucket.planned.layout.numel :]
-                self._write_behind(row, failed=True)
+                self._write_behind(row)
                 if common.transport.own_row is None:
                     self._aborted_row = row
             if bucket.half is None:
@@ -381,7 +392,7 @@ class Round:
         common.buffers.send_large(failed=True)
         if common.transport.own_row is not None:
             self._aborted_row = common.transport.own_row
-            self._send_own(self._aborted_row, "aborted report", failed=True)
+            self._send_own(self._aborted_row, "aborted report")
 
     def finish_aborted(self) -> None:
         """Return when all messages of a round that this rank has aborted have arrived, and its loop has read the

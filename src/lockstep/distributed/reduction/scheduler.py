@@ -111,13 +111,13 @@ class GroupScheduler(PassObserver):
                 if module.watches(this):
                     module.end_pass()
 
-    def reduce(self, modules: Sequence[Reducer]) -> None:
-        """Run the rounds of modules; then users' hooks."""
+    def reduce(self, modules: Sequence[Reducer], part: Part = Part.FULL) -> None:
+        """Run the rounds of modules, in which this rank takes that ``part``; then users' hooks."""
         steps = RunAll()
         reduced: list[tuple[Reducer, Sequence[Parameter]]] = []
         for module in modules:
             with steps:
-                reduced.append((module, module.finalize_backward()))
+                reduced.append((module, module.finalize_backward(part)))
         for module, parameters in reduced:
             if parameters:
                 with steps:
@@ -294,10 +294,9 @@ class GroupScheduler(PassObserver):
     def _skip_batch(self, modules: Sequence[Reducer]) -> None:
         steps = RunAll()
         for module in modules:
-            own = module.rank_state
-            own.drop_gradients()
-            with steps, own.skipping(), own.contributing_nothing(Part.PADDING, module.has_counted):
-                self.reduce([module])
+            module.rank_state.drop_gradients()
+            with steps:
+                self.reduce([module], Part.SKIPS)
         steps.end()
 
     def reduce_without_batch(self, module: Reducer) -> None:
@@ -305,8 +304,8 @@ class GroupScheduler(PassObserver):
 
         This rank keeps its gradients and its weights for a later round: see tests/loops/test_join_gradients.py.
         """
-        with module.rank_state.contributing_nothing(Part.JOINED, module.has_counted):
-            self.reduce([module])
+        with module.rank_state.set_aside(lambda _: True):
+            self.reduce([module], Part.JOINED)
 
     def keep_buffers(self) -> list[KeptBuffers]:
         """Return copies of the buffers of all modules, to be restored later."""
