@@ -226,6 +226,7 @@ PUBLIC = {
         copy_to(tensor, device)
         even_split(size, parts)
         fill(target, source)
+        fill_all(targets, source)
         gather(tensors, dim=0, destination=None, *, out=None)
         pack(bucket, tensors)
         reduce_add(inputs, destination=None)

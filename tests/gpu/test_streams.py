@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.devices import on_streams, side_stream
-from lockstep.local import ReplicaSet, broadcast, gather, parallel_apply, reduce_add_coalesced, replicate, scatter
+from lockstep.local import ReplicaSet, broadcast, comm, gather, parallel_apply, reduce_add_coalesced, replicate, scatter
 
 ROWS, COLUMNS = 64, 1 << 12
 
@@ -210,6 +210,20 @@ def test_the_host_does_not_wait_for_any_gpu_in_forward(gpus, busy, grad):
         busy()
         parallel(x)
         assert not torch.cuda.current_stream(gpus[0]).query(), "the sleep was too short, or forward has waited"
+
+
+def test_a_tree_of_copies_waits_on_every_branch(gpus, busy):
+    targets = [torch.zeros(ROWS, COLUMNS, device=device) for device in gpus[1:]]
+    source = torch.zeros(ROWS, COLUMNS, device=gpus[0])
+    comm.fill_all(targets, source)
+    for device in gpus:
+        torch.cuda.synchronize(device)
+        busy(device=device)
+    source += 3
+    comm.fill_all(targets, source)
+    sums = [target + 1 for target in targets]
+    for total in sums:
+        torch.testing.assert_close(total.cpu(), torch.full((ROWS, COLUMNS), 4.0))
 
 
 def test_training_on_another_stream(gpu, busy, exact):

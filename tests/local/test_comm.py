@@ -662,3 +662,25 @@ def test_the_current_device_changes_no_result(sim):
         assert comm.reduce_add_coalesced([[x], [y]], 1)[0].device.index == 1
         assert comm.gather([x, y], 0, 2).device.index == 2
         assert torch.accelerator.current_device_index() == 5
+
+
+TREES = [
+    ("sim:0", [1, 2, 3, 4, 5, 6, 7], ["01", "02", "13", "04", "15", "26", "37"]),
+    ("sim:2", [0, 1], ["20", "21"]),
+    ("sim:0", ["cpu", 1, 2, 3], ["0c", "01", "02", "13"]),
+    ("cpu", [0, 1, 2], ["c0", "c1", "02"]),
+]
+
+
+@pytest.mark.parametrize(("home", "places", "expected"), TREES)
+def test_values_reach_many_devices_as_a_tree_of_copies(sim, home, places, expected):
+    source = torch.arange(5.0, device=home)
+    targets = [torch.zeros(5, device=place if place == "cpu" else f"sim:{place}") for place in places]
+    comm.fill_all(targets, source)  # tries the connections
+    for target in targets:
+        target.zero_()
+    sim.reset_copies()
+    comm.fill_all(targets, source)
+    found = {(one.removeprefix("sim:")[0] + other.removeprefix("sim:")[0]) for one, other in sim.copies()}
+    assert found == set(expected)
+    assert all(torch.equal(target.cpu(), source.cpu()) for target in targets)

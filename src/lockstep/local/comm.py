@@ -5,6 +5,7 @@ accelerators are peer copies on the current streams of both; where peer copies b
 go through the host. Sums are taken in the order of the inputs, so they are bitwise the same from run to run.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -385,6 +386,21 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=target.device.type != "cpu")
     else:
         target.copy_(source.to(CPU))
+
+
+def fill_all(targets: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+    """Write ``source`` into each of ``targets``, on other devices, as a tree of copies.
+
+    In each round every accelerator that has the values sends them to one that has not, so that eight devices take three
+    rounds, and not seven copies one after the other through the connection of the first.
+    """
+    waiting, having = deque(targets), [source]
+    while waiting:
+        for origin in tuple(having)[: len(waiting)]:
+            target = waiting.popleft()
+            fill(target, origin)
+            if target.device != CPU:
+                having.append(target)
 
 
 def _plan(tensors: Sequence[torch.Tensor], buffer_size: int) -> tuple[list[int], BucketPlan]:

@@ -24,7 +24,7 @@ from torch.nn import Module
 from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
 from lockstep.devices import current_streams
 from lockstep.inner_tensors import inner_tensors, is_plain, like
-from lockstep.local.comm import fill, pack, unpack
+from lockstep.local.comm import fill_all, pack, unpack
 from lockstep.local.functions import link
 from lockstep.local.module_copy import ModuleCopy, TensorSlot, put
 from lockstep.tensor_state import Change, TensorSnapshot
@@ -65,9 +65,9 @@ class ParameterValues:
     def transfer(self, written: Iterable[int]) -> None:
         """Send all values to the other devices; the values of tensors known to be ``written`` get new versions."""
         for number, bucket in enumerate(self._buckets if self._flats else ()):
-            values = self._together(number, bucket)
-            for flats in self._flats.values():
-                fill(bucket.views(flats[number])[0] if len(bucket.slots) == 1 else flats[number], values)
+            flats = [flats[number] for flats in self._flats.values()]
+            one = len(bucket.slots) == 1  # its values may lie in another order than a flat tensor's
+            fill_all([bucket.views(flat)[0] for flat in flats] if one else flats, self._together(number, bucket))
         changed = list(written)
         for device in self._flats:
             torch.autograd.graph.increment_version([self._values[device][i] for i in changed])
