@@ -79,7 +79,7 @@ def one_bucket(rank, copied):
     return [copied.of_step(model, x, stream=side) for _ in range(4)]
 
 
-def test_a_bucket_of_gradients_on_two_streams_is_taken_when_backward_has_ended(copied):
+def test_a_bucket_of_two_streams_is_taken_when_backward_has_ended(copied):
     (steps,) = on_accelerators(one_bucket, copied)
     assert steps == [[(LEFT | RIGHT, 0, False)]] * 4
 
@@ -89,7 +89,7 @@ def bucket_for_each(rank, copied):
     return [copied.of_step(model, x, stream=side) for _ in range(4)], side.stream_id
 
 
-def test_buckets_of_one_stream_each_are_taken_during_backward_on_that_stream(copied):
+def test_buckets_of_one_stream_are_taken_during_backward_on_it(copied):
     ((steps, side),) = on_accelerators(bucket_for_each, copied)
     for step in steps[1:]:
         assert all(during for _, _, during in step)
@@ -116,7 +116,7 @@ def two_streams_later(rank, copied, sim):
     return copied.of_step(model, x, stream=side), side.stream_id, sim.stream_log()
 
 
-def test_a_branch_that_moves_to_another_stream_is_accumulated_where_it_was(copied, sim):
+def test_a_branch_on_another_stream_is_accumulated_where_it_was(copied, sim):
     ((step, side, log),) = on_accelerators(two_streams_later, copied, sim)
     assert step == [(LEFT | RIGHT, 0, True)]
     waits = {line.event for line in log if line.action == "wait" and line.stream == 0}
@@ -177,7 +177,7 @@ def captured(rank, monkeypatch, warm_up):
 
 
 @pytest.mark.parametrize("warm_up", [0, 1, 3])
-def test_a_backward_that_is_captured_into_a_graph_is_an_error_before_anything_is_sent(monkeypatch, warm_up):
+def test_a_captured_backward_is_an_error_before_anything_is_sent(monkeypatch, warm_up):
     assert on_accelerators(captured, monkeypatch, warm_up) == [True]
 
 
