@@ -173,6 +173,11 @@ def _property(device: torch.device, attribute: str) -> int:
     return 0 if get_properties is None else int(getattr(get_properties(device.index), attribute, 0) or 0)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return True for an accelerator, whose kernels run on streams."""
+    return device.type not in ("cpu", "meta")
+
+
 _side_streams: dict[torch.device, torch.Stream] = {}
 _side_streams_lock = threading.Lock()
 
@@ -189,7 +194,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """Return the current stream of each accelerator among the devices, once."""
-    return [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices) if device != CPU]
+    return [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices) if has_streams(device)]
 
 
 @contextmanager
