@@ -169,8 +169,15 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-@pytest.mark.parametrize("failing", [[1], [0, 1]], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize(
+    ("failing", "hosts"),
+    [
+        pytest.param([1], "", id="one rank, gloo"),
+        pytest.param([0, 1], "aa", id="all ranks, shm"),
+        pytest.param([1], "aa", id="one rank, shm", marks=pytest.mark.soak),
+        pytest.param([0, 1], "", id="all ranks, gloo", marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_exception_at_any_place(way, failing, hosts):
     make, net = WAYS[way]
