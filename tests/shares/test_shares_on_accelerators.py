@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import lockstep
 from lockstep.errors import AgreementError, AuditError, PeerError
+from processes import run_processes
 from share_runs import MODELS, data_of, forever, make_optimizer
 from threaded import run_ranks
 
@@ -45,6 +48,19 @@ def test_the_same_bits_on_any_number_of_accelerators(model):
     assert alone[0][1]
     for world in (2, 3, 8):
         assert run_ranks(world, train, model, device="sim") == alone * world
+
+
+def in_processes(rank, model):
+    """As :func:`train`: what lies on the CPU goes over the companion, in shared memory, which threads cannot have."""
+    return train(
+        types.SimpleNamespace(rank=rank.rank, device=rank.device, make=rank.make, group=dist.group.WORLD), model
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_bits_in_processes_that_share_memory(model):
+    alone = run_processes(1, in_processes, model, device="sim")
+    assert run_processes(2, in_processes, model, device="sim") == alone * 2
 
 
 def test_a_bit_that_is_turned_over_on_an_accelerator_is_found():

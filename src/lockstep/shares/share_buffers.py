@@ -207,7 +207,8 @@ class ShareBuffers:
             nodes = [node for node, _ in self._sums.sums]
             pairs = list(zip(nodes, sums, strict=True))
             return add_up(pairs, self._count, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
-        plan = ExchangePlan([], specs_of([self.buffers[number] for number in numbers]), self._count, collectives)
+        specs = specs_of([self.buffers[number] for number in numbers])
+        plan = ExchangePlan([], specs, self._count, collectives, has_rows=False)
         exchange = ShareExchange(plan, 0, collectives, SpareMemory())
         exchange.send_rest(
             [[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8, device="cpu"), blocking=True

@@ -29,13 +29,23 @@ _ALIGNMENT = 16
 
 
 class ExchangePlan:
-    """The tensors that travel together in steps of ``shares`` shares: ``gradients`` first, then ``buffers``."""
+    """The tensors that travel together in steps of ``shares`` shares: ``gradients`` first, then ``buffers``, with rows
+    of the ranks if ``has_rows``."""
 
     def __init__(
-        self, gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], shares: int, collectives: Collectives
+        self,
+        gradients: Sequence[TensorSpec],
+        buffers: Sequence[TensorSpec],
+        shares: int,
+        collectives: Collectives,
+        *,
+        has_rows: bool = True,
     ) -> None:
         self.layout = Layout(shares, collectives.world)
-        self.buckets = _plan(gradients, buffers, collectives.device)
+        buckets = _plan(gradients, buffers, collectives.device)
+        if has_rows and buckets[-1].device != collectives.device:  # to read them there, the host would wait for it
+            buckets = (*buckets, Bucket(torch.uint8, collectives.device, 0, ()))
+        self.buckets = buckets
         """The buckets in the order in which they are sent."""
         self.leave_early = 0
         """Number of buckets that are sent while backward runs: never the last gradients, with which it ends, nor
@@ -65,18 +75,15 @@ class ExchangePlan:
 
 def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device: torch.device) -> tuple[Bucket, ...]:
     """Plan the buckets of gradients, and one or more at the end with the buffers, or nothing, and perhaps the last few
-    gradients. The last bucket, with which the rows travel, is on ``device``: to read a row that came to an accelerator,
-    the host would wait for all that was given to it before."""
-    buckets, empty = plan_buckets(gradients, CAP_BYTES).buckets, Bucket(torch.uint8, device, 0, ())
+    gradients."""
+    buckets = plan_buckets(gradients, CAP_BYTES).buckets
     if buckets and buckets[-1].nbytes <= SMALL_BYTES:
-        planned = plan_buckets([*gradients, *buffers], CAP_BYTES).buckets
-    else:
-        behind = [
-            replace(bucket, slots=tuple(replace(slot, index=slot.index + len(gradients)) for slot in bucket.slots))
-            for bucket in plan_buckets(buffers, CAP_BYTES).buckets
-        ]
-        planned = *buckets, *(behind or [empty])
-    return planned if planned[-1].device == device else (*planned, empty)
+        return plan_buckets([*gradients, *buffers], CAP_BYTES).buckets
+    behind = [
+        replace(bucket, slots=tuple(replace(slot, index=slot.index + len(gradients)) for slot in bucket.slots))
+        for bucket in plan_buckets(buffers, CAP_BYTES).buckets
+    ]
+    return *buckets, *(behind or [Bucket(torch.uint8, device, 0, ())])
 
 
 def with_buffers(gradients: list[Terms], buffers: Sequence[Sequence[Tensor]]) -> list[Terms]:
