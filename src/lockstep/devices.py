@@ -140,7 +140,7 @@ def _names_accelerator(device: DeviceLike) -> bool:
         except RuntimeError:
             return False
     if isinstance(device, torch.device):
-        return device.type not in ("cpu", "meta")
+        return is_accelerator(device)
     return isinstance(device, int) and not isinstance(device, bool)
 
 
@@ -173,8 +173,8 @@ def _property(device: torch.device, attribute: str) -> int:
     return 0 if get_properties is None else int(getattr(get_properties(device.index), attribute, 0) or 0)
 
 
-def has_streams(device: torch.device) -> bool:
-    """Return True for an accelerator, whose kernels run on streams."""
+def is_accelerator(device: torch.device) -> bool:
+    """Return True for a device whose kernels run on streams: neither the CPU nor ``meta``."""
     return device.type not in ("cpu", "meta")
 
 
@@ -194,7 +194,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 def current_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """Return the current stream of each accelerator among the devices, once."""
-    return [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices) if has_streams(device)]
+    return [torch.accelerator.current_stream(device) for device in dict.fromkeys(devices) if is_accelerator(device)]
 
 
 @contextmanager

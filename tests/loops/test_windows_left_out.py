@@ -230,14 +230,16 @@ def test_a_whole_step_is_left_out_by_what_is_around_its_micro_batches(how, where
             torch.testing.assert_close(found, expected(2, program))
 
 
-def between_micro_batches(rank):
+def between_micro_batches(rank, kind):
     model = lockstep.replicate(network(), process_group=rank.group)
-    with lockstep.loop.skip_on(BadBatchError, modules=[model]), lockstep.accumulate(model, last=False):
+    with lockstep.loop.skip_on(kind, modules=[model]), lockstep.accumulate(model, last=False):
         model(torch.ones(1, 3).double()).sum().backward()
 
 
-def test_skip_on_between_the_micro_batches_of_a_step_is_an_error():
-    for error in run_ranks(2, between_micro_batches, errors=True):
+@pytest.mark.parametrize("kind", [BadBatchError, ValueError, Exception])
+def test_skip_on_between_the_micro_batches_of_a_step_is_an_error(kind):
+    """Also where it is of a kind that the block leaves out batches for."""
+    for error in run_ranks(2, between_micro_batches, kind, errors=True):
         assert isinstance(error, OptionError)
         assert "skip_on() has ended between the micro-batches of a step" in str(error)
 

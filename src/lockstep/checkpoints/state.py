@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.sampler import ResumableSampler
+from lockstep.devices import is_accelerator
 from lockstep.distributed.replication.replication import Replication, find_replication, own_names
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.inner_tensors import is_plain
@@ -284,7 +285,7 @@ class _CopyingCall:
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         is_usual = type(leaf) is Tensor and not vars(leaf) and is_plain(leaf) and not leaf.is_quantized
-        if leaf.device.type in ("cpu", "meta"):
+        if not is_accelerator(leaf.device):
             return self._copy_values(leaf) if is_usual and not leaf.is_meta else copy.deepcopy(leaf)
         self._devices.add(leaf.device)
         if is_usual:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
-from lockstep.devices import current_streams, has_streams
+from lockstep.devices import current_streams, is_accelerator
 from lockstep.inner_tensors import inner_tensors, is_plain, like
 from lockstep.local.comm import fill_all, pack, unpack
 from lockstep.local.functions import link
@@ -144,7 +144,7 @@ class ReplicaParameters:
         self._hooked = _hooked(self._parameters)
         self._bound: _Rows | None = None
         homes = (p.device for p in self._parameters[:1])
-        self._accelerators = [device for device in (*homes, *devices) if has_streams(device)]
+        self._accelerators = [device for device in (*homes, *devices) if is_accelerator(device)]
         self._place_values()
 
     def _sort(self, modules: Sequence[Module]) -> None:

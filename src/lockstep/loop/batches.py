@@ -19,12 +19,12 @@ from torch.nn import Module
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lockstep.distributed.comm.agreement import all_gather_object
-from lockstep.distributed.comm.collectives import Collectives, Group
+from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
 from lockstep.loader_workers import workers_protected
-from lockstep.loop.stop_and_skip import groups_of, known_group
+from lockstep.loop.stop_and_skip import groups_of
 from lockstep.phases import Phases
 from lockstep.tree import tree_map
 
@@ -277,7 +277,7 @@ def shard(dataset: "Dataset[B]", group: Group | None = None) -> "Subset[B]":
 
     Stands for: ``DistributedSampler``, which pads, or drops with ``drop_last=True``.
     """
-    ranks = known_group(group)
+    ranks = needed_group(group)
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise OptionError(

@@ -55,9 +55,8 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
         )
     check_module(module, "check_in_sync()")
     replication = find_replication(module)
-    group = replication.group if process_group is None and replication is not None else None
-    group = needed_group(process_group) if group is None else group
-    collectives = Collectives(group, Phases())
+    of_module = replication.group if process_group is None and replication is not None else process_group
+    collectives = Collectives(needed_group(of_module), Phases())
     own = own_names(module, module)
     named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in own]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from lockstep.digests import text_digest
 from lockstep.distributed.comm.agreement import Line, first_differing, objects_of
-from lockstep.distributed.comm.collectives import Collectives, Group
+from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
 from lockstep.distributed.reduction.decisions import Decisions, decisions_of
 from lockstep.errors import AgreementError, OptionError
-from lockstep.loop.stop_and_skip import known_group
 from lockstep.phases import Phases
 from lockstep.tree import Leaf, Tree
 
@@ -56,7 +55,7 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
 
     Stands for: ``all_reduce`` of sums and of counts, and the division.
     """
-    decisions = decisions_of(known_group(group))
+    decisions = decisions_of(needed_group(group))
     found = _sum(values, 0.0 if decisions.is_padding else weight, "mean", decisions)
     if found.parts and not 0 < found.weights < float("inf"):
         others = f" and {len(found.parts) - 1} more" if len(found.parts) > 1 else ""
@@ -99,7 +98,7 @@ def total(counts: T, group: Group | None = None) -> T:
 
     In PyTorch: ``all_reduce`` of the counts.
     """
-    decisions = decisions_of(known_group(group))
+    decisions = decisions_of(needed_group(group))
     found = _sum(counts, 0.0 if decisions.is_padding else 1.0, "total", decisions)
     totals: T = found.build(found.sums)
     return totals

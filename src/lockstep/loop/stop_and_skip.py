@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
 from torch.nn import Module
 
 from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
@@ -29,18 +27,7 @@ def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> li
             found.append(its)
     if found and group is not None:
         raise OptionError(f"{caller}() got modules, and a group; the modules are replicated over groups of their own")
-    return found or [known_group(group)]
-
-
-def known_group(group: Group | None) -> Group:
-    """Return the group, or the default group.
-
-    Raises :class:`CommunicationError` if there is none, and :class:`OptionError` for an object that is not a group.
-    """
-    found = needed_group(group)
-    if not isinstance(found, dist.ProcessGroup | Backend):
-        raise OptionError(f"expected a process group, got {type(found).__name__}; leave it out for the default group")
-    return found
+    return found or [needed_group(group)]
 
 
 def stop_when(request: Request, group: Group | None = None) -> Decisions:
@@ -49,7 +36,7 @@ def stop_when(request: Request, group: Group | None = None) -> Decisions:
     ``request`` has to be quick: it is called in each backward that synchronises, and in the other functions that
     :func:`should_stop` lists. Returns an object that holds the request: the request ends with it.
     """
-    decisions = decisions_of(known_group(group))
+    decisions = decisions_of(needed_group(group))
     decisions.stop_when(request)
     return decisions
 
@@ -62,7 +49,7 @@ def should_stop(group: Group | None = None) -> bool:
     :func:`lockstep.loop.agree`. So a warm-up or an evaluation hears them, too. Communicates nothing itself. On an
     accelerator, waits for the last report.
     """
-    return decisions_of(known_group(group)).should_stop
+    return decisions_of(needed_group(group)).should_stop
 
 
 def skip_batch(*modules: Module, group: Group | None = None) -> None:
@@ -163,10 +150,11 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
             stack.enter_context(scheduler.decisions.skipping_on(kinds))
         try:
             yield
-            for scheduler in schedulers:
-                scheduler.check_no_open_window("skip_on()")
         except kinds:
             _skip(schedulers)
+        else:
+            for scheduler in schedulers:
+                scheduler.check_no_open_window("skip_on()")
     for scheduler, buffers in zip(schedulers, kept, strict=True):
         if scheduler.decisions.skipped:
             for each in buffers:
@@ -185,7 +173,7 @@ def agree(flag: object, group: Group | None = None) -> bool:
 
     Stands for: ``all_reduce`` of a flag.
     """
-    decisions = decisions_of(known_group(group))
+    decisions = decisions_of(needed_group(group))
     collectives = Collectives(decisions.group, Phases())
     numbers = torch.tensor([bool(flag), decisions.asks_to_stop], dtype=torch.int64).to(collectives.device)
     collectives.all_reduce(numbers, "a flag that ranks agree on").wait()

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, Backend
 
 from lockstep.abilities import Abilities, Addition, Chunks, abilities_of
 from lockstep.buckets import TensorSpec, plan_buckets
@@ -748,13 +748,18 @@ def resolve_group(group: Group | None) -> Group | None:
 
 
 def needed_group(group: Group | None) -> Group:
-    """Return ``group``, or the default group; raise :class:`CommunicationError` if there is none."""
+    """Return ``group``, or the default group.
+
+    Raises :class:`CommunicationError` if there is none, and :class:`OptionError` for an object that is not a group.
+    """
     found = resolve_group(group)
     if found is None:
         raise CommunicationError(
             "there is no process group yet: begin one by `with lockstep.session() as run:`, or call "
             "torch.distributed.init_process_group(), before this"
         )
+    if not isinstance(found, dist.ProcessGroup | Backend):
+        raise OptionError(f"expected a process group, got {type(found).__name__}; leave it out for the default group")
     return found
 
 

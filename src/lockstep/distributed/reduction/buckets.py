@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.buckets import plan_buckets
+from lockstep.devices import is_accelerator
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.gradients import Empty, GradientMemory, GradientSnapshot
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
@@ -69,7 +70,7 @@ class GradientBucket(ABC):
         self._parameters = [member.parameter for member in members]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._devices = [parameter.device for parameter in self._parameters] if torch.accelerator.is_available() else ()
-        self.has_stream = planned.layout.device.type not in ("cpu", "meta")
+        self.has_stream = is_accelerator(planned.layout.device)
         """True if its gradients are accumulated on streams: it is on an accelerator."""
         self._stream: torch.Stream | None = None  # the one of all gradients, once it is known
         self.is_full = False

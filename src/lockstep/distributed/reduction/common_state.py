@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.devices import is_accelerator
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
 from lockstep.distributed.reduction.buckets import BucketsInUse
@@ -100,8 +101,7 @@ class CommonState:
         shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked
         shares_bucket = shares_bucket and not travels_in_half(planned[-1].layout.dtype, self._half)
         self.device = self.parameters[0].spec.device if self.parameters else self.collectives.device
-        self.has_streams = self.device.type != "cpu"
-        """True if the module is on an accelerator."""
+        self.is_on_accelerator = is_accelerator(self.device)
         behind = planned[-1].layout.dtype if shares_bucket else None
         self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, self.device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from lockstep.devices import is_accelerator
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.dtensors import local_part
 
@@ -61,7 +62,7 @@ def reach_of(given: dict[str, Any]) -> ReachableLeaves:
 def devices_of_leaves(given: dict[str, Any]) -> set[torch.device]:
     """Return the accelerators that the leaves of a pass are on; the engine has a thread for each."""
     leaves = (node.variable for node in _nodes(_edges(given["tensors"])) if _is_leaf(node))
-    return {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
+    return {leaf.device for leaf in leaves if is_accelerator(leaf.device)}
 
 
 def mark_output(tensor: Tensor, owner: object, mark: object) -> None:

@@ -41,6 +41,7 @@ from torch.nn import Module, Parameter
 
 from lockstep.buckets import TensorSpec, contiguous_stride, dense_stride
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
+from lockstep.devices import is_accelerator
 from lockstep.dtensors import local_part, matching_gradient
 from lockstep.errors import LayoutError, NotReplicableError
 from lockstep.inner_tensors import check_trained, is_plain
@@ -69,7 +70,7 @@ class ManagedParameter:
     @property
     def needs_stream(self) -> bool:
         """True if the stream on which autograd accumulates the gradient is still to be noted."""
-        return self.stream is None and self.spec.device.type not in ("cpu", "meta")
+        return self.stream is None and is_accelerator(self.spec.device)
 
     def note_stream(self) -> None:
         """Note the current stream, which is the one on which autograd has just accumulated the gradient."""

@@ -283,7 +283,7 @@ class Reducer:
         try:
             self.collectives.check_alive()
             self.decisions.check_outside_share(self.collectives.global_rank)
-            if self.common.has_streams:
+            if self.common.is_on_accelerator:
                 # The others cannot be told: that would be captured, too. They are expected to capture as well.
                 refuse_capture(self.common.device, "backward() of a replicated module")
         except (CommunicationError, ShareError, OptionError):
@@ -370,7 +370,7 @@ class Reducer:
             own = self.rank_state
             try:
                 if self._round is None:
-                    if self.common.has_streams:
+                    if self.common.is_on_accelerator:
                         self._check_alive()
                     self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
                 own.contribution.used[:] = self.common.buckets.all_used
