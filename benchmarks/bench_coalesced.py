@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from harness import Case, arguments, interleaved, ms, ratio, table
 
-from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep._base.buckets import TensorSpec, plan_buckets
 from lockstep.local import broadcast, broadcast_coalesced, reduce_add, reduce_add_coalesced
 from lockstep.local.comm import pack, unpack
 

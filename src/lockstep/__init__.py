@@ -12,6 +12,7 @@ from lockstep import local as local
 from lockstep import loop as loop
 from lockstep import sharding as sharding
 from lockstep import shares as shares
+from lockstep._base.moved import where_it_is as _where_it_is
 from lockstep.checkpoints import ResumableSampler as ResumableSampler
 from lockstep.checkpoints import resume as resume
 from lockstep.checkpoints import save as save
@@ -23,7 +24,6 @@ from lockstep.loop import batches as batches
 from lockstep.loop import check_in_sync as check_in_sync
 from lockstep.loop import mean as mean
 from lockstep.loop import should_stop as should_stop
-from lockstep.moved import where_it_is as _where_it_is
 from lockstep.session.session import Session as Session
 from lockstep.session.session import session as session
 from lockstep.session.watch import watch as watch

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.reduction.status import MOST_STEPS, UNKNOWN_STEPS, StepLog
+from lockstep._base.optimizer_steps import has_replicated_parameters, observe_steps, stop_observing
+from lockstep.distributed.reduction.report.pass_log import StepLog
+from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS
 from lockstep.errors import PeerError
-from lockstep.optimizer_steps import has_replicated_parameters, observe_steps, stop_observing
 from processes import run_processes
 from small_modules import fails_in_backward, filled, one_weight, x_of
 from threaded import run_ranks

@@ -11,7 +11,7 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buckets import _check_all as check_all
+from lockstep.distributed.reduction.buckets.gradient_buckets import _check_all as check_all
 from lockstep.errors import (
     AgreementError,
     CommunicationError,

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from lockstep.distributed.reduction.status import (
+from lockstep.distributed.reduction.report.status import (
     MOST_STEPS,
     UNKNOWN_STEPS,
     Part,

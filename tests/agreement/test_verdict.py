@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.reduction.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
-from lockstep.distributed.reduction.verdict import LoopVerdict, Refusal, Verdict, judge, judge_loops
+from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
+from lockstep.distributed.reduction.report.verdict import LoopVerdict, Refusal, Verdict, judge, judge_loops
 from lockstep.errors import OptionError, PeerError
 
 TRAINING, EVALUATION, OTHERWISE, UNKNOWN = (each.value for each in Called)

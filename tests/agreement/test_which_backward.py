@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.distributed.reduction.engine import current_pass
+from lockstep.distributed.reduction.autograd.engine import current_pass
 from lockstep.errors import PeerError
 from small_modules import one_weight, x_of
 from threaded import run_ranks

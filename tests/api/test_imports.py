@@ -9,24 +9,37 @@ from pathlib import Path
 import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
-CORE = {"lockstep.distributed.comm", "lockstep.distributed.reduction", "lockstep.distributed.replication"}
+REDUCTION = {f"lockstep.distributed.reduction{each}" for each in ("", ".autograd", ".buckets", ".module", ".report")}
+CORE = {"lockstep.distributed.comm", "lockstep.distributed.replication"} | REDUCTION
 USES = {
     "lockstep": set(),
+    "lockstep._base": set(),
     "lockstep.local": set(),
     "lockstep.failures": set(),
     "lockstep.shm": set(),
     "lockstep.distributed.comm": {"lockstep.shm"},
-    "lockstep.distributed.reduction": {"lockstep.distributed.comm"},
-    "lockstep.distributed.replication": {"lockstep.distributed.comm", "lockstep.distributed.reduction"},
+    "lockstep.distributed.reduction.report": {"lockstep.distributed.comm"},
+    "lockstep.distributed.reduction.autograd": {"lockstep.distributed.comm"},
+    "lockstep.distributed.reduction.module": {
+        "lockstep.distributed.comm",
+        "lockstep.distributed.reduction.autograd",
+    },
+    "lockstep.distributed.reduction.buckets": {
+        "lockstep.distributed.comm",
+        "lockstep.distributed.reduction.autograd",
+        "lockstep.distributed.reduction.module",
+    },
+    "lockstep.distributed.reduction": {"lockstep.distributed.comm"} | REDUCTION - {"lockstep.distributed.reduction"},
+    "lockstep.distributed.replication": {"lockstep.distributed.comm"} | REDUCTION,
     "lockstep.distributed": set(),
-    "lockstep.loop": CORE,
-    "lockstep.shares": CORE,
+    "lockstep.loop": CORE - {"lockstep.distributed.reduction.buckets"},
+    "lockstep.shares": CORE - {"lockstep.distributed.reduction", "lockstep.distributed.reduction.autograd"},
     "lockstep.sharding": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.checkpoints": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.session": {
         "lockstep.checkpoints",
         "lockstep.distributed.comm",
-        "lockstep.distributed.reduction",
+        "lockstep.distributed.reduction.report",
         "lockstep.failures",
         "lockstep.loop",
     },
@@ -80,5 +93,6 @@ def test_a_room_uses_no_other_rooms_than_these():
     for module, found in graph().items():
         room = module.rpartition(".")[0]
         if room in USES and module not in {"lockstep.__main__", *USES}:
-            used[room] |= {each if each in USES else each.rpartition(".")[0] for each in found} - {room, "lockstep"}
+            rooms = {each if each in USES else each.rpartition(".")[0] for each in found}
+            used[room] |= rooms - {room, "lockstep", "lockstep._base"}
     assert used == USES

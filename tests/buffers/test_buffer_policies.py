@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.reduction.buffer_sync import PACKED_BYTES
+from lockstep.distributed.reduction.module.buffer_sync import PACKED_BYTES
 from lockstep.errors import AgreementError
 from processes import run_processes
 from small_modules import one_weight, x_of

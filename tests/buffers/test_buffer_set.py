@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.distributed.reduction.buffers import BufferSet
+from lockstep.distributed.reduction.module.buffers import BufferSet
 
 
 def retype(module):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep._base.store import BoundedStore
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.layout import list_saved
@@ -24,7 +25,6 @@ from lockstep.checkpoints.ranks import Ranks, RanksByStore
 from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
 from lockstep.errors import CheckpointError, CommunicationError, PeerFailure
 from lockstep.session import run_state
-from lockstep.store import BoundedStore
 from processes import be_launched, run_processes
 from tensor_classes import Packed
 from threaded import run_ranks

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import lockstep
-from lockstep import inherited
+from lockstep._base import inherited
 from lockstep.distributed.replication.ddp_compat import INSTEAD
 
 THEIRS = nn.parallel.DistributedDataParallel

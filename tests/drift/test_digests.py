@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lockstep.digests import Digests
+from lockstep._base.digests import Digests
 
 CPU = torch.device("cpu")
 

@@ -8,12 +8,12 @@ import time
 import pytest
 import torch.distributed as dist
 
+from lockstep._base.store import BoundedStore
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind, of_exception
 from lockstep.failures.progress import Progress
 from lockstep.failures.ring import Connection, Meeting
-from lockstep.store import BoundedStore
 from threaded import run_ranks
 
 SOON = 30.0  # ends what hangs

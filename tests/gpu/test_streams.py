@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.devices import on_streams, side_stream
+from lockstep._base.devices import on_streams, side_stream
 from lockstep.local import ReplicaSet, broadcast, comm, gather, parallel_apply, reduce_add_coalesced, replicate, scatter
 
 ROWS, COLUMNS = 64, 1 << 12

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from lockstep.distributed.reduction.engine import get_from_tls, put_in_tls, remove_from_tls
+from lockstep.distributed.reduction.autograd.engine import get_from_tls, put_in_tls, remove_from_tls
 
 
 class Value:
@@ -64,7 +64,7 @@ def test_a_backward_pass_ends_with_as_many_references_as_it_began_with() -> None
     # In a process of its own: where PyTorch's count is wrong, the passes die while they run, and the process with them.
     program = """
 import gc, torch, lockstep, torch.distributed as dist
-from lockstep.distributed.reduction.engine import BackwardPass, current_pass
+from lockstep.distributed.reduction.autograd.engine import BackwardPass, current_pass
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 module = lockstep.replicate(torch.nn.Linear(3, 3))

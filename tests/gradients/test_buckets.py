@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.buckets import (
+from lockstep._base.buckets import (
     ALIGNMENT,
     DEFAULT_CAP_BYTES,
     TensorSpec,

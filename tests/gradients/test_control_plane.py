@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.distributed.comm.collectives import Collectives, state_of
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import state_of
 from lockstep.errors import PeerError
 from lockstep.phases import Phases
 from processes import run_processes

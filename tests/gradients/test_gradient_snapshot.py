@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.distributed.reduction.gradients import GradientSnapshot
+from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot
 
 
 def parameters(grads):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.comm.collectives import KEPT, RECENT, CommStats
+from lockstep.distributed.comm.comm_stats import KEPT, RECENT, CommStats
 from lockstep.loop.statistics import TrainingStatistics
 
 

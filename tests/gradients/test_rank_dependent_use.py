@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.reduction import engine
-from lockstep.distributed.reduction.graph import reach_of
+from lockstep.distributed.reduction.autograd import engine
+from lockstep.distributed.reduction.autograd.graph import reach_of
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 

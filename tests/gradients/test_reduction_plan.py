@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.buckets import TensorSpec, contiguous_stride
-from lockstep.distributed.reduction.plan import (
+from lockstep._base.buckets import TensorSpec, contiguous_stride
+from lockstep.distributed.reduction.buckets.plan import (
     DEFAULT_CAP_BYTES,
     FIRST_CAP_BYTES,
     MIB,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.reduction.managed_parameters import Trigger
+from lockstep.distributed.reduction.module.managed_parameters import Trigger
 from threaded import run_ranks
 
 

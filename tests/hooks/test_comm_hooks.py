@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 import lockstep
-from lockstep.distributed.reduction.comm_hooks import GradBucket
+from lockstep.distributed.reduction.buckets.comm_hooks import GradBucket
 from lockstep.errors import HookError, PeerError
 from small_modules import fails_in_backward, x_of
 from threaded import count_collectives, run_ranks

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import lockstep
-from lockstep import devices as lockstep_devices
+from lockstep._base import devices as lockstep_devices
 from lockstep.errors import LayoutError
 from lockstep.local import parallel_apply, replicate, scatter, scatter_kwargs
 

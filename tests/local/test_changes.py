@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import tensor_state
+from lockstep._base import tensor_state
+from lockstep._base.tensor_state import Change, TensorSnapshot
 from lockstep.local.changes import StructureSnapshot
 from lockstep.local.contents import differing_dicts, identical
-from lockstep.tensor_state import Change, TensorSnapshot
 
 
 @pytest.fixture(params=["guarded", "gone through"], autouse=True)

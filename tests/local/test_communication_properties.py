@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep._base.buckets import TensorSpec, plan_buckets
+from lockstep._base.tree import Tree, tree_map
 from lockstep.local import comm, gather, scatter
 from lockstep.local.scatter_gather import split_sizes
-from lockstep.tree import Tree, tree_map
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", "x y")

@@ -698,7 +698,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu", "cpu"]], ids=["none", "one", "two"])
 def test_a_shared_mask_and_a_count_for_each_device_give_what_one_device_gives(devices, monkeypatch):
-    monkeypatch.setattr("lockstep.devices.all_accelerators", list)
+    monkeypatch.setattr("lockstep._base.devices.all_accelerators", list)
     plain, x, mask = Masked(), torch.randn(6, 3, 3), torch.randn(3, 3).tril()
     plain(x, mask).pow(2).mean().backward()
     expected = [p.grad.clone() for p in plain.parameters()]

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from lockstep.devices import (
+from lockstep._base.devices import (
     accelerator,
     all_accelerators,
     device_label,
@@ -19,8 +19,8 @@ from lockstep.devices import (
     side_stream,
     warn_if_unbalanced,
 )
+from lockstep._base.inner_tensors import copied
 from lockstep.errors import DeviceError, LengthError
-from lockstep.inner_tensors import copied
 from lockstep.local import comm
 from lockstep.local.functions import Broadcast, Gather, Scatter
 from lockstep.local.scatter_gather import move
@@ -254,7 +254,7 @@ def test_connections_that_work_are_used_directly(untried):
 
 WITHOUT_ACCELERATORS = """
 import torch
-from lockstep.devices import all_accelerators, resolve_destination, resolve_device
+from lockstep._base.devices import all_accelerators, resolve_destination, resolve_device
 
 assert all_accelerators() == []
 assert resolve_destination(None) == resolve_device("cpu") == torch.device("cpu")

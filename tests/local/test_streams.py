@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.devices import on_streams
+from lockstep._base.devices import on_streams
 from lockstep.local import functions, scatter
 
 

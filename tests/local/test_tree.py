@@ -14,8 +14,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
+from lockstep._base.tree import Tree, open_node, tensors_in, tree_map
 from lockstep.errors import StructureError
-from lockstep.tree import Tree, open_node, tensors_in, tree_map
 
 Point = namedtuple("Point", "x y")
 

@@ -14,8 +14,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import lockstep
 from lockstep.distributed.comm import collectives
-from lockstep.distributed.reduction.managed_parameters import owner_of
-from lockstep.distributed.reduction.parameters import _replicated
+from lockstep.distributed.reduction.module.managed_parameters import owner_of
+from lockstep.distributed.reduction.module.selection import _replicated
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.replication.replication import find_replication
@@ -117,10 +117,10 @@ COMMUNICATION = (
     "/distributed/comm/",
     "/shm/",
     "/phases.py",
-    "/buckets.py",
-    "/digests.py",
-    "/abilities.py",
-    "/run_all.py",
+    "/_base/buckets.py",
+    "/_base/digests.py",
+    "/_base/abilities.py",
+    "/_base/run_all.py",
 )
 """A rank that fails inside of a collective is lost: test_a_failure_inside_of_a_collective."""
 NO_PLACES = ("broadcast_values", "<genexpr>")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep._base.inner_tensors import check_trained, describe, inner_tensors, inner_tensors_of
 from lockstep.errors import NotReplicableError
-from lockstep.inner_tensors import check_trained, describe, inner_tensors, inner_tensors_of
 from tensor_classes import DTYPES, Attributed, Marked, Opaque, Packed, Quantised, State
 
 

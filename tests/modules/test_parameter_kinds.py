@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep._base.inner_tensors import as_bytes, inner_tensors
 from lockstep.errors import AgreementError, LockstepError, NotReplicableError
-from lockstep.inner_tensors import as_bytes, inner_tensors
 from tensor_classes import DTYPES, Marked, Opaque, Packed, Quantised, State
 from threaded import run_ranks
 

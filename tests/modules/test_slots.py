@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
+from lockstep.distributed.reduction.module.parameters import SlotSnapshot
+from lockstep.distributed.reduction.module.selection import Selection
 from lockstep.errors import NotReplicableError
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from lockstep import tensor_state
+from lockstep._base import tensor_state
 from parity.random_programs import Factor, Pair, random_program, shortened
 
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from lockstep import network
+from lockstep._base import network
 
 OF_NOBODY = "192.0.2.1"  # for documentation: RFC 5737
 

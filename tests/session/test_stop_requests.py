@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep
-from lockstep.loader_workers import workers_protected
+from lockstep._base.loader_workers import workers_protected
 from lockstep.session import stop_requests
 from lockstep.session.stop_requests import StopRequests
 from processes import run_processes

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lockstep
-from lockstep.dtensors import local_part
+from lockstep._base.dtensors import local_part
 from lockstep.sharding import full_state_dict
 from processes import run_processes
 from sharded_runs import adamw, equal, made

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.seeds import derive_seed
+from lockstep._base.seeds import derive_seed
 from lockstep.shares.global_batches import batches_in, order_of, split
 
 

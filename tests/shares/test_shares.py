@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import lockstep
 import threaded
-from lockstep.buckets import TensorSpec
+from lockstep._base.buckets import TensorSpec
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AgreementError, AuditError, NotReplicableError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.distributed.comm.collectives import Collectives, companion_timeout, state_of
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import state_of
+from lockstep.distributed.comm.groups import companion_timeout
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.phases import Phases
 from processes import be_launched, run_processes

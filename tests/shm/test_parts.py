@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep._base.network import host_identity
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
-from lockstep.network import host_identity
 from lockstep.shm import arguments, arithmetic, messages, one_host, peers, staging
 from lockstep.shm.messages import Descriptor, Kind, MessageKind, Op
 from lockstep.shm.peers import LONGEST, Peers

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lockstep.dtensors import is_dtensor
+from lockstep._base.dtensors import is_dtensor
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 _TENSORS = (Tensor, torch.nn.Parameter)

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from lockstep._base.user_folder import user_folder
 from lockstep.checkpoints.files import FileSystem, OpenFile
 from lockstep.checkpoints.layout import MARKER, list_saved
 from lockstep.errors import CheckpointError
-from lockstep.user_folder import user_folder
 
 ROOT = Path("/dev/shm")
 """The file system in memory that all processes of a host share."""

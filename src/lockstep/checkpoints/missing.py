@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep._base.run_all import RunAll
 from lockstep.checkpoints.files import FileSystem, OpenFile, make_folders
 from lockstep.checkpoints.folders import NewFolder
 from lockstep.checkpoints.layout import UNFINISHED, Manifest, StoredFile, entry_file, rank_file
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.run_all import RunAll
 
 PIECE = 1 << 22
 """Number of bytes of a file that are sent at once."""

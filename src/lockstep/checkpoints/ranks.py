@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from lockstep._base.store import BoundedStore
+from lockstep._base.texts import shortened
 from lockstep.distributed.comm.agreement import all_gather_object
-from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import Group, resolve_group
 from lockstep.errors import AgreementError, CheckpointError, CommunicationError
 from lockstep.phases import Phases
-from lockstep.store import BoundedStore
-from lockstep.texts import shortened
 
 LONGEST_ERROR = 16 * 1024
 """Number of characters of an error's message that other ranks are told."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep._base.run_all import RunAll
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import (
@@ -41,9 +42,8 @@ from lockstep.checkpoints.state import (
     restore_training,
 )
 from lockstep.checkpoints.streams import Streams, read_streams, set_streams
-from lockstep.distributed.comm.collectives import Group
+from lockstep.distributed.comm.groups import Group
 from lockstep.errors import CheckpointError
-from lockstep.run_all import RunAll
 
 DISK, MEMORY = "disk", "memory"
 _DIGESTS = 4

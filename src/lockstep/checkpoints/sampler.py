@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
+from lockstep._base.seeds import derive_seed, seed_cpu
 from lockstep.checkpoints.streams import read_streams, set_streams
 from lockstep.errors import CheckpointError, OptionError
-from lockstep.seeds import derive_seed, seed_cpu
 
 
 class ResumableSampler(Sampler[Any]):

@@ -29,7 +29,7 @@ from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.same_values import check_same_values, told
 from lockstep.checkpoints.state import OWN, VALUE, Entry, HostCopies, Parts, check_named, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
-from lockstep.distributed.comm.collectives import Group
+from lockstep.distributed.comm.groups import Group
 from lockstep.errors import CheckpointError, OptionError
 
 

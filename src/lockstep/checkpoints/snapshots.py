@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from lockstep._base.tree import tensors_in
 from lockstep.checkpoints.files import FileSystem, make_folders
 from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import UNFINISHED, StoredFile, list_saved, rank_file
@@ -16,7 +17,6 @@ from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room, n
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.saving import Saving
 from lockstep.errors import CheckpointError, OptionError
-from lockstep.tree import tensors_in
 
 LARGEST_SENT = 1 << 20
 """Bytes of a rank's own state up to which each host gets a copy: it may be the only one that is left."""

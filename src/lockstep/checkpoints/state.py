@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
+from lockstep._base.devices import is_accelerator
+from lockstep._base.inner_tensors import is_plain
+from lockstep._base.run_all import RunAll
+from lockstep._base.tree import tree_map
+from lockstep._base.wrapper import unwrapped
 from lockstep.checkpoints.sampler import ResumableSampler
-from lockstep.devices import is_accelerator
 from lockstep.distributed.replication.replication import Replication, find_replication, own_names
 from lockstep.errors import CheckpointError, OptionError
-from lockstep.inner_tensors import is_plain
-from lockstep.run_all import RunAll
-from lockstep.tree import tree_map
-from lockstep.wrapper import unwrapped
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
 OWN = ", of each rank"

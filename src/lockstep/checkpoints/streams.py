@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.tree import tree_map
+from lockstep._base.tree import tree_map
 
 Streams = dict[str, Any]
 

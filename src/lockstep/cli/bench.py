@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import Module
 
 import lockstep
+from lockstep._base.devices import all_accelerators
 from lockstep.cli import printing
 from lockstep.cli.doctor import usable_backends
 from lockstep.cli.local_ranks import as_rank, run_ranks, say
 from lockstep.cli.parser import positive
-from lockstep.devices import all_accelerators
 from lockstep.errors import OptionError
 
 Step = Callable[[Module], Tensor]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep import network
+from lockstep._base import network
 from lockstep.cli import printing
 from lockstep.cli.local_ranks import as_rank, run_ranks, say
 from lockstep.cli.parser import positive

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.arguments import check_backend
+from lockstep._base.arguments import check_backend
 from lockstep.cli.doctor import usable_cores
 from lockstep.cli.parser import positive
 from lockstep.errors import OptionError

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep import network
+from lockstep._base import network
+from lockstep._base.store import BoundedStore, StoreLostError, own_connection
 from lockstep.errors import CommunicationError, InspectionError, PeerFailure
 from lockstep.failures.calls import Calls
 from lockstep.failures.connections import silent_peers
@@ -32,7 +33,6 @@ from lockstep.failures.ring import (
     absent,
     store_lost,
 )
-from lockstep.store import BoundedStore, StoreLostError, own_connection
 
 GRACE_SECONDS = 1.0
 """Seconds that a rank that has lost its group waits to hear which rank failed."""

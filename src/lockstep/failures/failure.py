@@ -13,10 +13,10 @@ from enum import StrEnum
 from traceback import format_exception, format_exception_only
 from typing import Any
 
+from lockstep._base.store import BoundedStore, StoreLostError
+from lockstep._base.texts import LONGEST_HEADLINE, shortened
 from lockstep.errors import AgreementError, CommunicationError, PeerError, PeerFailure, StalledError
 from lockstep.failures.progress import Snapshot, phase_of, where
-from lockstep.store import BoundedStore, StoreLostError
-from lockstep.texts import LONGEST_HEADLINE, shortened
 
 LONGEST_TRACEBACK = 48 * 1024
 """Number of characters of a traceback that are sent: with its headline, a failure fits into one message of the ring,

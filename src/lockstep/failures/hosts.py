@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from lockstep import network
+from lockstep._base import network
 from lockstep.failures.failure import Failure, Kind
 from lockstep.failures.ring import Place
 

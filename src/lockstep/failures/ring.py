@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lockstep import network
+from lockstep._base import network
+from lockstep._base.store import BoundedStore, address_towards
 from lockstep.errors import CommunicationError
 from lockstep.failures.failure import Kind
-from lockstep.store import BoundedStore, address_towards
 
 LOOK_SECONDS = 0.05
 """Seconds between two looks of a rank that waits for its neighbours."""

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from lockstep.compiler import is_compiled, recompile, recompiled
+from lockstep._base.compiler import is_compiled, recompile, recompiled
+from lockstep._base.tree import slot_members
 from lockstep.errors import NotReplicableError
 from lockstep.local.contents import Contents, changed_names, differing_dicts
 from lockstep.local.module_copy import CACHE, HOOKS, SLOTS, FormerParameters, ModuleCopy, is_scripted, scripted_names
 from lockstep.local.translation import Translation, is_plain, leads, opens
-from lockstep.tree import slot_members
 
 _TABLES = (*HOOKS, "_non_persistent_buffers_set")  # PyTorch keeps them in every module; a replica has its own
 _COMPILED = "_compiled_call_impl"  # what module.compile() has made

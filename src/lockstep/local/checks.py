@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Module
 
-from lockstep.devices import CPU
+from lockstep._base.devices import CPU
 from lockstep.errors import DeviceError, LayoutError
 
 

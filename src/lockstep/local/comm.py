@@ -1,8 +1,9 @@
 """Copies and sums among the devices of one process, without autograd.
 
-The coalesced calls move a few large buffers (:mod:`lockstep.buckets`) instead of many small tensors. Copies between
-accelerators are peer copies on the current streams of both; where peer copies between two devices do not arrive, they
-go through the host. Sums are taken in the order of the inputs, so they are bitwise the same from run to run.
+The coalesced calls move a few large buffers (:mod:`lockstep._base.buckets`) instead of many small tensors. Copies
+between accelerators are peer copies on the current streams of both; where peer copies between two devices do not
+arrive, they go through the host. Sums are taken in the order of the inputs, so they are bitwise the same from run to
+run.
 """
 
 from collections import deque
@@ -11,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from lockstep.buckets import DEFAULT_CAP_BYTES, Bucket, BucketPlan, TensorSpec, dense_stride, plan_buckets
-from lockstep.devices import (
+from lockstep._base.buckets import DEFAULT_CAP_BYTES, Bucket, BucketPlan, TensorSpec, dense_stride, plan_buckets
+from lockstep._base.devices import (
     CPU,
     DeviceLike,
     direct_copy_works,

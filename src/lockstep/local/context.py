@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import checkpoint
 
-from lockstep.devices import accelerator, current_streams, on_streams
+from lockstep._base.devices import accelerator, current_streams, on_streams
 
 T = TypeVar("T")
 

@@ -18,17 +18,18 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn import Module
 
-from lockstep.arguments import check_module
-from lockstep.compiler import is_observed, is_recorded, outside_compiler
-from lockstep.devices import (
+from lockstep._base.arguments import check_module
+from lockstep._base.compiler import is_observed, is_recorded, outside_compiler
+from lockstep._base.devices import (
     DeviceLike,
     replica_devices,
     resolve_destination,
     resolve_devices,
     warn_if_unbalanced,
 )
+from lockstep._base.inherited import refusal, refusing
+from lockstep._base.wrapper import is_of_module, naming_options
 from lockstep.errors import LengthError, NotReplicableError
-from lockstep.inherited import refusal, refusing
 from lockstep.local import scatter_gather, workers
 from lockstep.local.checks import require_on
 from lockstep.local.comm import copy_to
@@ -36,7 +37,6 @@ from lockstep.local.module_copy import SLOTS
 from lockstep.local.replicas import ReplicaSet, cached, replicate
 from lockstep.local.training_step import forward, running, training_step
 from lockstep.phases import Event, Phases, Statistics
-from lockstep.wrapper import is_of_module, naming_options
 
 T = TypeVar("T", bound=Module)
 _PyTorchs: Any = torch.nn.DataParallel  # a base class for isinstance alone; its annotations differ from this class's

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.devices import device_label
+from lockstep._base.devices import device_label
 from lockstep.errors import ReplicaError
 from lockstep.local.exchange import ReplicaMissingError
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from lockstep.devices import (
+from lockstep._base.devices import (
     CPU,
     DeviceLike,
     current_streams,

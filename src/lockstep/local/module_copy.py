@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lockstep.compiler import is_compiled
+from lockstep._base.compiler import is_compiled
 from lockstep.errors import NotReplicableError
 
 SLOTS = ("_parameters", "_buffers", "_modules")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.inner_tensors import copied, is_ordinary
+from lockstep._base.inner_tensors import copied, is_ordinary
 from lockstep.local.checks import require_on
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical

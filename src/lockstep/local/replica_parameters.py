@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
-from lockstep.devices import current_streams, is_accelerator
-from lockstep.inner_tensors import inner_tensors, is_plain, like
+from lockstep._base.buckets import Bucket, Slot, TensorSpec, plan_buckets
+from lockstep._base.devices import current_streams, is_accelerator
+from lockstep._base.inner_tensors import inner_tensors, is_plain, like
+from lockstep._base.tensor_state import Change, TensorSnapshot
 from lockstep.local.comm import fill_all, pack, unpack
 from lockstep.local.functions import link
 from lockstep.local.module_copy import ModuleCopy, TensorSlot, put
-from lockstep.tensor_state import Change, TensorSnapshot
 
 
 class ParameterValues:

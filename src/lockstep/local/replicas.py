@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from lockstep.buckets import DEFAULT_CAP_BYTES
-from lockstep.devices import DeviceLike, resolve_devices
+from lockstep._base.buckets import DEFAULT_CAP_BYTES
+from lockstep._base.devices import DeviceLike, resolve_devices
 from lockstep.local.attributes import Attributes
 from lockstep.local.changes import ReplicaSlots, StructureSnapshot
 from lockstep.local.checks import common_device, require_on

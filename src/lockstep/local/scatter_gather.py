@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from lockstep.devices import DeviceLike, resolve_destination, resolve_device, resolve_devices
+from lockstep._base.devices import DeviceLike, resolve_destination, resolve_device, resolve_devices
+from lockstep._base.tree import Leaf, Node, Tree, holds_tensors, open_node, tensors_in, tree_map
 from lockstep.errors import LayoutError, LengthError, StructureError
 from lockstep.local.comm import copy_to, even_split
 from lockstep.local.functions import Broadcast, Gather, Scatter
-from lockstep.tree import Leaf, Node, Tree, holds_tensors, open_node, tensors_in, tree_map
 
 
 def scatter(

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from lockstep.devices import CPU, DeviceLike, accelerator, resolve_device
+from lockstep._base.devices import CPU, DeviceLike, accelerator, resolve_device
+from lockstep._base.tree import tensors_in
 from lockstep.errors import LengthError
 from lockstep.local.context import CallerContext
 from lockstep.local.exceptions import raise_failures
 from lockstep.local.exchange import Exchange, Replica, current_replica, turns_on
 from lockstep.local.scatter_gather import move
-from lockstep.tree import tensors_in
 
 
 def parallel_apply(

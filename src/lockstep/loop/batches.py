@@ -18,15 +18,16 @@ import torch
 from torch.nn import Module
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from lockstep._base.loader_workers import workers_protected
+from lockstep._base.tree import tree_map
 from lockstep.distributed.comm.agreement import all_gather_object
-from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
-from lockstep.distributed.reduction.decisions import Decisions
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import Group, needed_group
+from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
-from lockstep.loader_workers import workers_protected
 from lockstep.loop.stop_and_skip import groups_of
 from lockstep.phases import Phases
-from lockstep.tree import tree_map
 
 B = TypeVar("B")
 _NOTHING: Any = object()

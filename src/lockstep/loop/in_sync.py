@@ -4,10 +4,11 @@ from typing import Never
 
 from torch.nn import Module, Parameter
 
-from lockstep.arguments import check_module, did_you_mean
+from lockstep._base.arguments import check_module, did_you_mean
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
-from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
-from lockstep.distributed.reduction.values import find_difference
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import Group, needed_group
+from lockstep.distributed.reduction.module.equal_values import find_difference
 from lockstep.distributed.replication.replication import find_replication, own_names
 from lockstep.errors import OutOfSyncError, UnknownOptionError
 from lockstep.phases import Phases

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lockstep._base.dtensors import like_parameter, local_part
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
-from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
-from lockstep.distributed.reduction.engine import current_pass
-from lockstep.distributed.reduction.graph import MEANS, MeanInPass, ReachableLeaves, mark_output, reach_of
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import Group, needed_group
+from lockstep.distributed.reduction.autograd.engine import current_pass
+from lockstep.distributed.reduction.autograd.graph import MEANS, MeanInPass, ReachableLeaves, mark_output, reach_of
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.dtensors import like_parameter, local_part
 from lockstep.errors import GradientError, PeerError
 from lockstep.phases import Phases
 

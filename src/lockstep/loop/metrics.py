@@ -7,13 +7,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.digests import text_digest
+from lockstep._base.digests import text_digest
+from lockstep._base.tree import Leaf, Tree
 from lockstep.distributed.comm.agreement import Line, first_differing, objects_of
-from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
-from lockstep.distributed.reduction.decisions import Decisions, decisions_of
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import Group, needed_group
+from lockstep.distributed.reduction.report.decisions import Decisions, decisions_of
 from lockstep.errors import AgreementError, OptionError
 from lockstep.phases import Phases
-from lockstep.tree import Leaf, Tree
 
 T = TypeVar("T")
 _AT_ONCE = 64

@@ -6,13 +6,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.nn import Module
 
-from lockstep.distributed.comm.collectives import Collectives, Group, needed_group
-from lockstep.distributed.reduction.decisions import Decisions, decisions_of
+from lockstep._base.run_all import RunAll
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import Group, needed_group
+from lockstep.distributed.reduction.report.decisions import Decisions, decisions_of
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.reducer_replication import rounds_of
 from lockstep.errors import OptionError
 from lockstep.phases import Phases
-from lockstep.run_all import RunAll
 
 Request = Callable[[], object]
 _BY_ROUNDS = "batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients"

@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep import network
+from lockstep._base import network
+from lockstep._base.store import BoundedStore, StoreLostError, bounded, own_connection
+from lockstep._base.user_folder import user_folder
 from lockstep.errors import CommunicationError
 from lockstep.session.environment import Environment
-from lockstep.store import BoundedStore, StoreLostError, bounded, own_connection
-from lockstep.user_folder import user_folder
 
 CONNECT_SECONDS = 0.1
 """Seconds between two attempts to reach the store."""

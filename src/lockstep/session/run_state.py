@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from lockstep._base.store import BoundedStore, own_connection
 from lockstep.checkpoints import history
 from lockstep.checkpoints.crash_loops import CrashLoops
 from lockstep.checkpoints.files import FileSystem
@@ -18,10 +19,9 @@ from lockstep.checkpoints.resuming import Resumed, Resuming
 from lockstep.checkpoints.saving import Saving
 from lockstep.checkpoints.snapshots import Pace, Snapshots
 from lockstep.checkpoints.state import HostCopies
-from lockstep.distributed.comm.collectives import Group
+from lockstep.distributed.comm.groups import Group
 from lockstep.errors import CommunicationError
 from lockstep.session.watch import store_of, unused_part
-from lockstep.store import BoundedStore, own_connection
 
 RECONNECT_SECONDS = 10.0
 """Seconds for a thread to connect to the store at which the ranks have met; it may have been killed since then."""

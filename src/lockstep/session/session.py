@@ -15,24 +15,25 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
 
 from lockstep import loop
+from lockstep._base.seeds import derive_seed
+from lockstep._base.wrapper import naming_options
 from lockstep.checkpoints import Resumed
 from lockstep.checkpoints.crash_loops import TO_LEAVE_OUT
 from lockstep.checkpoints.state import check_named
-from lockstep.distributed.comm.collectives import Group, leave_companions
-from lockstep.distributed.reduction.decisions import Decisions
+from lockstep.distributed.comm.group_state import leave_companions
+from lockstep.distributed.comm.groups import Group
+from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.errors import OptionError
 from lockstep.failures.channel import LINK_SECONDS
 from lockstep.failures.failure import peer_failure_in
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.loop.stop_and_skip import groups_of
-from lockstep.seeds import derive_seed
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.run_state import RunState
 from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
 from lockstep.session.step_counter import StepCounter
 from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
-from lockstep.wrapper import naming_options
 
 T = TypeVar("T")
 

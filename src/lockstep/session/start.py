@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep import network
-from lockstep.arguments import check_backend, check_number
-from lockstep.devices import accelerator, resolve_device
-from lockstep.distributed.comm.collectives import backends_of
+from lockstep._base import network
+from lockstep._base.arguments import check_backend, check_number
+from lockstep._base.devices import accelerator, resolve_device
+from lockstep._base.store import ANSWER_SECONDS, BoundedStore, port_of
+from lockstep.distributed.comm.groups import backends_of
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, OptionError
 from lockstep.failures.channel import LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
@@ -41,7 +42,6 @@ from lockstep.session.watch import (
     unused_part,
     watch_over,
 )
-from lockstep.store import ANSWER_SECONDS, BoundedStore, port_of
 
 GIVE_UP_SECONDS = 1.0
 """Seconds to wait for the making of a group that another rank's failure has made useless."""

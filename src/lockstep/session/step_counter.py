@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
+from lockstep._base.identity_map import IdentityMap
+from lockstep._base.optimizer_steps import has_replicated_parameters, observe_steps, stop_observing
 from lockstep.failures.progress import Phase, Progress
-from lockstep.identity_map import IdentityMap
-from lockstep.optimizer_steps import has_replicated_parameters, observe_steps, stop_observing
 
 
 class StepCounter:

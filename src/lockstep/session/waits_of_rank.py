@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from lockstep.distributed.comm.collectives import Group, backends_of, begun_on, watched_groups
+from lockstep.distributed.comm.group_state import begun_on, watched_groups
+from lockstep.distributed.comm.groups import Group, backends_of
 from lockstep.distributed.comm.waits import Waiting, waits
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.deadlock import Report, Wait

@@ -22,17 +22,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.distributed.comm.collectives import (
-    Collectives,
-    Group,
-    backends_of,
+from lockstep._base.forked_groups import keep_for_ever
+from lockstep._base.network import host_identity
+from lockstep._base.store import in_background
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import (
     end_groups,
     forget_watcher,
-    global_ranks,
-    resolve_group,
     sequence_number_on,
     watch_group,
     watched_groups,
+)
+from lockstep.distributed.comm.groups import (
+    Group,
+    backends_of,
+    global_ranks,
+    resolve_group,
 )
 from lockstep.errors import OptionError, PeerError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
@@ -42,13 +47,10 @@ from lockstep.failures.failure import Failure, Kind, chain, follows_from_another
 from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.failures.stall import StallLimits, StallWatch
-from lockstep.forked_groups import keep_for_ever
-from lockstep.network import host_identity
 from lockstep.phases import Phases
 from lockstep.session.environment import LAUNCHERS
 from lockstep.session.step_counter import StepCounter
 from lockstep.session.waits_of_rank import WaitsOfRank
-from lockstep.store import in_background
 
 END_SECONDS = 600.0
 """Seconds that a rank that is done waits for the others, to hear of their failures."""

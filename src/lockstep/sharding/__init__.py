@@ -1,6 +1,6 @@
 """Optimizers whose state, and the work of whose step, is divided between the ranks."""
 
-from lockstep.moved import where_it_is as _where_it_is
+from lockstep._base.moved import where_it_is as _where_it_is
 from lockstep.sharding.optimizer import ShardedOptimizer as ShardedOptimizer
 from lockstep.sharding.optimizer import full_state_dict as full_state_dict
 from lockstep.sharding.optimizer import shard_optimizer as shard_optimizer

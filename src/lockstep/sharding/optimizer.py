@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from lockstep.compiler import calls_compiled
-from lockstep.devices import refuse_capture
+from lockstep._base.compiler import calls_compiled
+from lockstep._base.devices import refuse_capture
+from lockstep._base.identity_map import IdentityMap
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.replication.join import is_in_join
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import Replication, replications
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError, ShardingError
-from lockstep.identity_map import IdentityMap
 from lockstep.sharding import state_dicts
 from lockstep.sharding.granularity import Granularity, granularity_of, step_of
 from lockstep.sharding.promises import check_can_be_sharded

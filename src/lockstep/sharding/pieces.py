@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.buckets import dense_stride
-from lockstep.dtensors import local_part, matching_gradient
+from lockstep._base.buckets import dense_stride
+from lockstep._base.dtensors import local_part, matching_gradient
 from lockstep.errors import LayoutError, ShardingError
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lockstep.digests import text_digest
-from lockstep.dtensors import is_dtensor
+from lockstep._base.digests import text_digest
+from lockstep._base.dtensors import is_dtensor
+from lockstep._base.tensor_state import addresses, layouts
 from lockstep.errors import LayoutError, ShardingError
 from lockstep.sharding.granularity import Granularity
 from lockstep.sharding.partition import Piece, cut_evenly, matrix_cost, share_out
 from lockstep.sharding.pieces import check_dense, flat, is_same_order, memory_order, plain
-from lockstep.tensor_state import addresses, layouts
 
 State = defaultdict[Any, Any]
 Groups = Sequence[dict[str, Any]]

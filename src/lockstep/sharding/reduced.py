@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.devices import CPU
-from lockstep.digests import Digests
+from lockstep._base.devices import CPU
+from lockstep._base.digests import Digests
 from lockstep.sharding.pieces import flat_gradient, gradient_of
 
 ELEMENTS = 1 << 17

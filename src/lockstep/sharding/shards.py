@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.compiler import calls_compiled, outside_compiler
-from lockstep.digests import text_digest
+from lockstep._base.compiler import calls_compiled, outside_compiler
+from lockstep._base.digests import text_digest
+from lockstep._base.texts import LONGEST_HEADLINE, shortened
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AgreementError, PeerError, ShardingError
@@ -33,7 +34,6 @@ from lockstep.sharding.promises import RandomNumbers, check_slices
 from lockstep.sharding.reduced import LateNumber, digests_of_gradients, number_of_gradients
 from lockstep.sharding.shown_state import ShownState
 from lockstep.sharding.streams import Moves, Streams
-from lockstep.texts import LONGEST_HEADLINE, shortened
 
 Action = Callable[[Optimizer], Any]
 

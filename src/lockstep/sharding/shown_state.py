@@ -5,9 +5,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from lockstep.dtensors import local_part
+from lockstep._base.dtensors import local_part
+from lockstep._base.inner_tensors import is_plain
 from lockstep.errors import ShardingError
-from lockstep.inner_tensors import is_plain
 from lockstep.sharding.pieces import flat, plain
 from lockstep.sharding.placement import OwnPiece, Placement
 from lockstep.sharding.state_slice import StateSlice

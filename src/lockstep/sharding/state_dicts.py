@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep._base.dtensors import is_dtensor, like_parameter
+from lockstep._base.tree import tree_map
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.dtensors import is_dtensor, like_parameter
 from lockstep.errors import LayoutError, ShardingError
 from lockstep.sharding.partition import Piece
 from lockstep.sharding.pieces import as_bytes, flat, in_order, is_same_order, memory_order, plain
@@ -18,7 +19,6 @@ from lockstep.sharding.placement import OwnPiece, Placement
 from lockstep.sharding.shown_state import is_of_elements
 from lockstep.sharding.state_slice import StateSlice
 from lockstep.sharding.streams import Moves, Streams
-from lockstep.tree import tree_map
 
 State = dict[Any, Any]
 

@@ -124,7 +124,7 @@ class Streams:
 
 
 class _Chunks:
-    """The chunks of one gather: see :class:`~lockstep.abilities.Chunks`."""
+    """The chunks of one gather: see :class:`~lockstep._base.abilities.Chunks`."""
 
     def __init__(self, streams: Streams, own: Moves, targets: Sequence[Moves | None], mark: int) -> None:
         self.count = streams.count

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lockstep.dtensors import local_part
+from lockstep._base.dtensors import local_part
+from lockstep._base.inner_tensors import describe, inner_tensors
+from lockstep._base.wrapper import unwrapped
 from lockstep.errors import NotReplicableError, OptionError
-from lockstep.inner_tensors import describe, inner_tensors
-from lockstep.wrapper import unwrapped
 
 
 def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:

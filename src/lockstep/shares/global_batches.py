@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lockstep.distributed.comm.collectives import Group, resolve_group
+from lockstep._base.seeds import derive_seed
+from lockstep.distributed.comm.groups import Group, resolve_group
 from lockstep.errors import OptionError, ShareError
-from lockstep.seeds import derive_seed
 from lockstep.shares.samples import SeededShares, ShareKey, as_it_is
 from lockstep.shares.share_state import ShareWorld, check_shares, world_of
 from lockstep.shares.share_step import Step, plan_audit

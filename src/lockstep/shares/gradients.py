@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed.reduction.parameters import check_optimizers
-from lockstep.distributed.reduction.plan import travels_in_half
-from lockstep.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
+from lockstep._base.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
+from lockstep.distributed.reduction.buckets.plan import travels_in_half
+from lockstep.distributed.reduction.module.selection import check_optimizers
 from lockstep.errors import NotReplicableError
 from lockstep.shares.share_tree import PartialSums, add_up
 from lockstep.shares.spare import SpareMemory

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.distributed.comm.collectives import Collectives, state_of
-from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.parameters import Selection
+from lockstep._base.optimizer_steps import has_any
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import state_of
+from lockstep.distributed.reduction.module.selection import Selection
+from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
-from lockstep.optimizer_steps import has_any
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.share_agreement import Agreement, Members
 from lockstep.shares.share_buffers import ShareBuffers, Versions

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
-from lockstep.seeds import derive_seed, seed_cpu
+from lockstep._base.seeds import derive_seed, seed_cpu
 
 
 class ShareKey(NamedTuple):

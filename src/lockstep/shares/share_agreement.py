@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.buckets import TensorSpec, dense_stride
+from lockstep._base.buckets import TensorSpec, dense_stride
+from lockstep._base.dtensors import local_part
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buffers import Buffer
-from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
-from lockstep.distributed.reduction.values import check_equal_values
-from lockstep.dtensors import local_part
+from lockstep.distributed.reduction.module.buffers import Buffer
+from lockstep.distributed.reduction.module.equal_values import check_equal_values
+from lockstep.distributed.reduction.module.parameters import SlotSnapshot
+from lockstep.distributed.reduction.module.selection import Selection
 from lockstep.errors import AgreementError
 from lockstep.shares.gradients import sum_dtype
 from lockstep.shares.share_buffers import TravellingBuffers, specs_of

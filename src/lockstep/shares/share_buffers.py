@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.buckets import TensorSpec
-from lockstep.digests import Digests
+from lockstep._base.buckets import TensorSpec
+from lockstep._base.digests import Digests
+from lockstep._base.inner_tensors import as_bytes
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buffers import Buffer, BufferGroup, assign_all
-from lockstep.inner_tensors import as_bytes
+from lockstep.distributed.reduction.module.buffers import Buffer, BufferGroup, assign_all
 from lockstep.shares.gradients import Values, sum_dtype
 from lockstep.shares.share_exchange import ExchangePlan, ShareExchange
 from lockstep.shares.share_report import number_of

@@ -1,7 +1,7 @@
 """Exchanges the partial sums of a step: each rank adds its slice in the tree's order, and all ranks get the result.
 
-Tensors are laid out in flat buckets (:mod:`lockstep.buckets`): the gradients, in the order in which backward computes
-them, and the averaged buffers. A rank has one flat part of each bucket for each of its partial sums;
+Tensors are laid out in flat buckets (:mod:`lockstep._base.buckets`): the gradients, in the order in which backward
+computes them, and the averaged buffers. A rank has one flat part of each bucket for each of its partial sums;
 :mod:`lockstep.shares.transport` says how these travel. Buckets are sent in order; with the last one, each rank sends a
 row of bytes, its report.
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lockstep.buckets import Bucket, TensorSpec, plan_buckets
+from lockstep._base.buckets import Bucket, TensorSpec, plan_buckets
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.transport import Layout, Terms, Transport, transport_of

@@ -8,9 +8,10 @@ import torch
 from torch.nn import Module
 
 from lockstep.distributed.comm.agreement import Line
-from lockstep.distributed.comm.collectives import Collectives, resolve_group
-from lockstep.distributed.reduction.managed_parameters import Owner
-from lockstep.distributed.reduction.parameters import Contents
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import resolve_group
+from lockstep.distributed.reduction.module.managed_parameters import Owner
+from lockstep.distributed.reduction.module.selection import Contents
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.replicate import Loss, replicate_shares_with
 from lockstep.distributed.replication.replication import Replication

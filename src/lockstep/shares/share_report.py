@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lockstep.digests import text_digest
+from lockstep._base.digests import text_digest
 from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.status import Part, Status
-from lockstep.distributed.reduction.verdict import LoopVerdict, judge_loops
+from lockstep.distributed.reduction.report.status import Part, Status
+from lockstep.distributed.reduction.report.verdict import LoopVerdict, judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.share_step import Step
 

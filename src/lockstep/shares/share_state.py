@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.devices import refuse_capture
-from lockstep.distributed.comm.collectives import Collectives, Group, Pending, shared_object, state_of
-from lockstep.distributed.reduction.decisions import decisions_of
+from lockstep._base.devices import refuse_capture
+from lockstep._base.optimizer_steps import observe_steps
+from lockstep._base.seeds import derive_seed
+from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.distributed.comm.group_state import shared_object, state_of
+from lockstep.distributed.comm.groups import Group
+from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
-from lockstep.optimizer_steps import observe_steps
 from lockstep.phases import Phases
-from lockstep.seeds import derive_seed
 from lockstep.shares.module import ShareModule
 from lockstep.shares.share_step import Step
 from lockstep.shares.share_streams import Seed, random_streams

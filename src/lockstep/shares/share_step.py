@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.digests import Digests
+from lockstep._base.digests import Digests
+from lockstep._base.seeds import derive_seed
 from lockstep.distributed.comm.agreement import Line, objects_of
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AuditError
-from lockstep.seeds import derive_seed
 from lockstep.shares.share_tree import shares_of
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.seeds import derive_seed, seed_cpu
+from lockstep._base.seeds import derive_seed, seed_cpu
 
 Seed = Callable[[int], object]
 _process = threading.Lock()

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.abilities import Addition, Place
-from lockstep.buckets import Bucket
+from lockstep._base.abilities import Addition, Place
+from lockstep._base.buckets import Bucket
 from lockstep.distributed.comm.collectives import Collectives, Pending
 from lockstep.shares.share_tree import nodes_of, plan_additions, shares_of
 from lockstep.shares.spare import SpareMemory

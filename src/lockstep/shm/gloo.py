@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.compiler import outside_compiler
+from lockstep._base.compiler import outside_compiler
+from lockstep._base.forked_groups import keep_in_forks
+from lockstep._base.network import is_loopback
 from lockstep.errors import CommunicationError
-from lockstep.forked_groups import keep_in_forks
-from lockstep.network import is_loopback
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
 from lockstep.shm.constants import GRACE_SECONDS, LIVENESS_SECONDS
 from lockstep.shm.inter_host import wait_alive

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.abilities import Abilities, Addition, Chunks
+from lockstep._base.abilities import Abilities, Addition, Chunks
 from lockstep.errors import AgreementError, CommunicationError, OptionError
 from lockstep.shm.gloo import CollectivesOfGloo, MessageWork
 from lockstep.shm.many_hosts import Algorithm

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from lockstep._base.store import BoundedStore, StoreLostError
 from lockstep.errors import CommunicationError
 from lockstep.shm.arithmetic import Reduction
 from lockstep.shm.constants import FAILURE_KEY, GLOO_DTYPES, GRACE_SECONDS, LIVENESS_SECONDS
 from lockstep.shm.messages import Op
 from lockstep.shm.peers import Peers
-from lockstep.store import BoundedStore, StoreLostError
 
 POST_SECONDS = 1.0
 """Seconds that a rank that ends the group waits for the store to take the reason."""

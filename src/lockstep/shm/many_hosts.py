@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.abilities import Addition, Chunks
+from lockstep._base.abilities import Addition, Chunks
 from lockstep.errors import OptionError
 from lockstep.shm.arithmetic import Reduction, divide
 from lockstep.shm.constants import GRACE_SECONDS

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from lockstep.compiler import outside_compiler
+from lockstep._base.compiler import outside_compiler
 from lockstep.errors import AgreementError, LayoutError, OptionError
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
 from lockstep.shm.many_hosts import Algorithm

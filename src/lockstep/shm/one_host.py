@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.abilities import Addition, Chunks, Place
+from lockstep._base.abilities import Addition, Chunks, Place
 from lockstep.errors import LayoutError
 from lockstep.shm.arithmetic import Reduction
 from lockstep.shm.messages import Descriptor, Kind, Op, factor_of

@@ -20,12 +20,12 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep import network
+from lockstep._base import network
+from lockstep._base.store import BoundedStore, StoreLostError, address_towards
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.shm.constants import FAILURE_KEY, LIVENESS_SECONDS
 from lockstep.shm.messages import in_words
 from lockstep.shm.shared_memory import SharedMemory
-from lockstep.store import BoundedStore, StoreLostError, address_towards
 
 _HELLO = struct.Struct("<I32s")
 _CREDENTIALS = struct.Struct("3i")

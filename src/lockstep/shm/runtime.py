@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep import network
+from lockstep._base import network
+from lockstep._base.store import ANSWER_SECONDS, in_background
 from lockstep.errors import CommunicationError
 from lockstep.shm.constants import LIVENESS_SECONDS
 from lockstep.shm.gloo import make_gloo_group
@@ -22,7 +23,6 @@ from lockstep.shm.peers import Peers
 from lockstep.shm.rendezvous import Rendezvous, clear_address, meet
 from lockstep.shm.shared_memory import SharedMemory
 from lockstep.shm.staging import STAGING, Staging
-from lockstep.store import ANSWER_SECONDS, in_background
 
 Between = Callable[[Any, int, int, timedelta], Any]
 

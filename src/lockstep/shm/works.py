@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.compiler import outside_compiler
+from lockstep._base.compiler import outside_compiler
 from lockstep.errors import CommunicationError, LockstepError
 
 _profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lockstep.buckets import contiguous_stride, dense_stride
-from lockstep.digests import text_digest
+from lockstep._base.buckets import contiguous_stride, dense_stride
+from lockstep._base.digests import text_digest
+from lockstep._base.dtensors import local_part
+from lockstep._base.inner_tensors import describe, is_plain
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
-from lockstep.inner_tensors import describe, is_plain
 
 _WHAT_BYTES, _LENGTH_BYTES, _TEXT_BYTES = 4, 4, 120
 """Sizes in a rank's first message: a checksum of what is gathered, the length of its text, and the text, or its digest

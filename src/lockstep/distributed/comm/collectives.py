@@ -8,206 +8,34 @@ group, even in a smaller group: see :func:`global_ranks`. For each group this pr
 import atexit
 import contextlib
 import os
-import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from itertools import islice
-from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, Backend
+from torch._C._distributed_c10d import AllgatherOptions
 
-from lockstep.abilities import Abilities, Addition, Chunks, abilities_of
-from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep._base.abilities import Abilities, Addition, Chunks, abilities_of
+from lockstep._base.buckets import TensorSpec, plan_buckets
+from lockstep._base.store import in_background
 from lockstep.distributed.comm import waits
+from lockstep.distributed.comm.comm_stats import CommStats
 from lockstep.distributed.comm.companion import make_companion, store_for_companion
+from lockstep.distributed.comm.group_state import Watcher, sequence_number_on, state_of, watchers
+from lockstep.distributed.comm.groups import (
+    Group,
+    backends_of,
+    companion_timeout,
+    control_device,
+    global_ranks,
+    is_registered,
+)
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
-from lockstep.forked_groups import keep_in_forks
 from lockstep.phases import Phases
-from lockstep.store import in_background
-
-Group = Any
-"""A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
-
-T = TypeVar("T")
-
-
-class Watcher(Protocol):
-    """Tells the ranks of a group of each other's failures; connected by :func:`watch_group`."""
-
-    global_ranks: list[int]
-
-    def enter(self, phase: str) -> None:
-        """Record the training phase, for other ranks' error messages."""
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Note that, inside, this rank waits for the others in the collective ``what``."""
-
-    def check(self) -> None:
-        """Raise :class:`PeerFailure` if another rank has failed."""
-
-    def check_waiting(self, ranks: Collection[int], since: float) -> None:
-        """As :meth:`check`, for a rank that has waited since ``since``; raise as well if one of ``ranks`` has left."""
-
-    def compare_calls(self, key: str, what: str, ranks: Collection[int]) -> str:
-        """Return in words which collectives ``ranks`` were in that have noticed that they differ; all call it with the
-        same ``key``."""
-
-    def explain(self, error: BaseException) -> PeerFailure | None:
-        """Return the failure of another rank that has caused an error, if there is one or soon will be."""
-
-
-BATCHES_OF_A_LOOP = 1 << 32
-"""The number of a batch is that of its loop, times this, and its own in the loop."""
-
-
-class GroupState:
-    """State that outlives the objects that use a group; does not refer to the group."""
-
-    def __init__(self, process: int) -> None:
-        self.process = process
-        """The id of the process that is a rank of the group."""
-        self.is_inherited = False
-        """True in a process forked from it, which must not communicate: its messages would be taken for the rank's."""
-        self.watcher: Watcher | None = None
-        """Tells of failures of the group's ranks, or None."""
-        self.lost = ""
-        """The reason why this rank cannot communicate over the group any more, or an empty text."""
-        self.makes_companion = threading.Lock()
-        """Held by the thread that makes :attr:`companion`."""
-        self.companion: Group | None = None
-        """The group that sends tensors on the CPU instead of the group, from its first use on: see ``companion.py``."""
-        self.begun = waits.BegunCollectives()
-        """The collectives that this library has begun on the group and its companion."""
-        self.batch = 0
-        """The number of the last batch, and, in units of :data:`BATCHES_OF_A_LOOP`, of its loop. Kept when the
-        decisions are freed with the last module, which happens at a different time on each rank
-        (test_uneven_data.py, test_batches_are_numbered_alike_whatever_has_been_freed)."""
-        self.modules_with_shares = 0
-        """The number of modules with shares replicated so far; kept when modules are freed
-        (test_shares.py, test_modules_are_numbered_alike_whatever_has_been_freed)."""
-        self.shared: weakref.WeakValueDictionary[Callable[..., Any], Any] = weakref.WeakValueDictionary()
-        """The objects of :func:`shared_object`, by their class."""
-
-    def lose(self, reason: str) -> None:
-        """Note that this rank cannot communicate over the group any more; the first reason counts."""
-        self.lost = self.lost or reason
-
-    def begin_loop(self) -> None:
-        """Count a loop over batches: ranks that have left one at different batches are at the same number again."""
-        self.batch = (self.batch // BATCHES_OF_A_LOOP + 1) * BATCHES_OF_A_LOOP
-
-    def next_batch(self) -> None:
-        """Count a batch."""
-        self.batch += 1
-
-
-_states: "weakref.WeakKeyDictionary[Group, GroupState]" = weakref.WeakKeyDictionary()
-_without_group = GroupState(os.getpid())
-_lock = threading.RLock()
-watchers: list[Watcher] = []
-"""The watchers of all groups. Empty in most programs: then a step looks at nothing else."""
-
-
-def state_of(group: Group | None) -> GroupState:
-    """Return the state of a group, or of a process that trains alone if it is None."""
-    if group is None:
-        return _without_group
-    with _lock:
-        state = _states.get(group)
-        if state is None:
-            state = _states[group] = GroupState(os.getpid())
-            keep_in_forks(group)
-        return state
-
-
-def shared_object(kind: Callable[[Any], T], group: Group | None) -> T:
-    """Return the object of a class for a group: one in a process, as long as it is referred to."""
-    shared = state_of(group).shared
-    with _lock:
-        found: T | None = shared.get(kind)
-        if found is None:
-            found = shared[kind] = kind(group)
-        return found
-
-
-def watch_group(group: Group, watcher: Watcher) -> None:
-    """Let waits for this group's collectives ask ``watcher`` for failures from now on."""
-    state_of(group).watcher = watcher
-    watchers.append(watcher)
-
-
-def end_groups(watcher: Watcher, reason: str) -> None:
-    """End, on this rank and the others, what watched ranks use to send tensors on the CPU, so that waits raise."""
-    for _, group, _ in watched_groups(watcher):
-        state = _states.get(group)
-        abilities = abilities_of(group if state is None or state.companion is None else state.companion)
-        if abilities is not None:
-            with contextlib.suppress(RuntimeError):
-                abilities._abort(reason)
-
-
-def leave_companions() -> None:
-    """Leave the companions of groups that have been destroyed; modules that still exist keep them otherwise."""
-    for group, state in list(_states.items()):
-        if state.companion is not None and not _is_registered(group):
-            with contextlib.suppress(RuntimeError):
-                state.companion.shutdown()
-
-
-def forget_watcher(watcher: Watcher) -> None:
-    """Remove a watcher from its groups."""
-    watchers[:] = [each for each in watchers if each is not watcher]
-    for state in list(_states.values()):
-        if state.watcher is watcher:
-            state.watcher = None
-
-
-def begun_on(group: Group) -> waits.BegunCollectives:
-    """Return the collectives that this library has begun on a group."""
-    state = _states.get(group)
-    return state.begun if state is not None else waits.BegunCollectives()
-
-
-def watched_groups(watcher: Watcher) -> Iterator[tuple[str, Group, Sequence[int]]]:
-    """Yield the groups whose ranks all belong to a watcher: names that are the same on all ranks, and the ranks.
-
-    Bare backends have no such name, except for the one that is watched itself.
-    """
-    watched = set(watcher.global_ranks)
-    world = dist.distributed_c10d._world
-    for group in list(world.pg_map) if dist.is_initialized() else []:
-        ranks = _registered_ranks(group)
-        if ranks and len(ranks) > 1 and watched.issuperset(ranks):
-            yield str(world.pg_names.get(group)), group, ranks
-    for group, state in list(_states.items()):
-        if state.watcher is watcher and not _is_registered(group):
-            yield "that is watched", group, watcher.global_ranks
-
-
-def _forked() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held the old one
-    watchers.clear()
-    waits.forget()
-    if dist.is_available():
-        for group in dist.distributed_c10d._world.pg_map:
-            _states.setdefault(group, GroupState(os.getppid()))
-    for state in _states.values():
-        state.is_inherited = True
-        state.watcher = None
-
-
-os.register_at_fork(after_in_child=_forked)
-
 
 # --------------------------------------------------------------------------------- collectives
 
@@ -305,7 +133,7 @@ class Collectives:
         self.rank: int = group.rank()
         self.world: int = group.size()
         self.global_ranks = global_ranks(group)
-        self._registered = _is_registered(group)
+        self._registered = is_registered(group)
         self._state = state_of(group)
         self._given = _Sender(group)
         self._store = store_for_companion(group, backends_of(group)) if uses_companion else None
@@ -486,7 +314,7 @@ class Collectives:
 
     def mean_rounded_to(self, half: torch.dtype, tensor: Tensor, what: str, *, blocking: bool = False) -> Pending:
         """Start to replace a tensor by the mean over ranks that share memory, added in float32, of what is rounded to
-        half precision, and rounded again: see :class:`~lockstep.abilities.Abilities`.
+        half precision, and rounded again: see :class:`~lockstep._base.abilities.Abilities`.
 
         ``blocking``: as in :meth:`all_reduce`.
         """
@@ -565,7 +393,7 @@ class Collectives:
             return self._begin(what, sender, sender.group._allgather_base, output, tensor, options)
 
     def gather_in_chunks(self, chunks: Chunks, what: str) -> Pending:
-        """Start to gather chunks between ranks that share memory: see :class:`~lockstep.abilities.Abilities`."""
+        """Start to gather chunks between ranks that share memory: see :class:`~lockstep._base.abilities.Abilities`."""
         sender = self._on_cpu or self._find_companion(what)
         assert sender.abilities is not None
         with self.phases.phase("collective", f"all_gather, {what}"):
@@ -605,7 +433,7 @@ class Collectives:
         *,
         blocking: bool = False,
     ) -> Pending:
-        """Start to add parts of tensors in shared memory: see :class:`~lockstep.abilities.Abilities`.
+        """Start to add parts of tensors in shared memory: see :class:`~lockstep._base.abilities.Abilities`.
 
         ``blocking``: as in :meth:`all_reduce`.
         """
@@ -691,148 +519,4 @@ def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def control_device(group: Group) -> torch.device:
-    """Return the device of small control tensors: the CPU if the group can send them, else the current accelerator."""
-    backends = backends_of(group)
-    if backends in ("gloo", "fake", "mpi", "shm") or "cpu:" in backends:
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)  # None in a CUDA build without a device
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def sequence_number_on(group: Group) -> int | None:
-    """Return the number of collectives that this process has begun on a group and its companion; None if the group
-    does not count them."""
-    state = _states.get(group)
-    groups = {group} if state is None or state.companion is None else {group, state.companion}
-    try:
-        return sum(int(each._get_sequence_number_for_group()) for each in groups)
-    except (RuntimeError, AttributeError):
-        return None
-
-
-def companion_timeout(group: Group) -> timedelta:
-    """Return the time-out of a group's companion: the shortest one of its backends, less a tenth if that is NCCL's or
-    another of an accelerator.
-
-    After their time-out these end the process, without the names of ranks. Collectives on the device are begun before
-    the report is waited for, so without the tenth they would be over first.
-    """
-    found, accelerator = [], torch.accelerator.current_accelerator(check_available=True)
-    for device in (torch.device("cpu"), accelerator):
-        try:
-            backend = group._get_backend(device)
-            limit, waits_on_host = backend.options._timeout, backend.name() in ("gloo", "mpi")
-        except (RuntimeError, AttributeError, TypeError):  # there is none for the device
-            continue
-        if isinstance(limit, timedelta):
-            found.append(limit if waits_on_host else 0.9 * limit)
-    return min(found, default=timedelta(minutes=30))
-
-
-def backends_of(group: Group) -> str:
-    """Return the names of a group's backends: one, or pairs such as ``cpu:gloo,cuda:nccl``."""
-    try:
-        return str(dist.get_backend_config(group))
-    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):  # a bare backend
-        return str(group.name())
-
-
-def resolve_group(group: Group | None) -> Group | None:
-    """Return ``group``, or the default group, or None if there is none yet."""
-    if group is not None:
-        return group
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def needed_group(group: Group | None) -> Group:
-    """Return ``group``, or the default group.
-
-    Raises :class:`CommunicationError` if there is none, and :class:`OptionError` for an object that is not a group.
-    """
-    found = resolve_group(group)
-    if found is None:
-        raise CommunicationError(
-            "there is no process group yet: begin one by `with lockstep.session() as run:`, or call "
-            "torch.distributed.init_process_group(), before this"
-        )
-    if not isinstance(found, dist.ProcessGroup | Backend):
-        raise OptionError(f"expected a process group, got {type(found).__name__}; leave it out for the default group")
-    return found
-
-
-def global_ranks(group: Group) -> Sequence[int]:
-    """Return the group's ranks, in order, as ranks of the default group, which is how messages name them.
-
-    A group unknown to the default group, such as a bare backend, has its own numbers.
-    """
-    return _registered_ranks(group) or range(group.size())
-
-
-def _is_registered(group: Group) -> bool:
-    return _registered_ranks(group) is not None
-
-
-def _registered_ranks(group: Group) -> list[int] | None:
-    if not dist.is_initialized():
-        return None
-    try:
-        return dist.get_process_group_ranks(group)
-    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):
-        return None
-
-
 # ---------------------------------------------------------------------------------- statistics
-
-
-RECENT = 16
-"""Number of rounds in the present median of step times."""
-KEPT = 256
-"""Number of rounds whose step times are remembered, including the recent ones."""
-
-
-class CommStats:
-    """Counts the collectives of one module, and records this rank's step times.
-
-    A step time is the time from the end of one wait to the start of the next: the rank's own work, which is data,
-    forward, backward and optimizer. It tells a slow rank from those that wait for it. Medians exclude an occasional
-    validation or checkpoint.
-    """
-
-    __slots__ = ("_ended", "_step_times", "bytes_reduced", "hidden_seconds")
-
-    def __init__(self) -> None:
-        self.bytes_reduced = 0
-        """Bytes of this rank's tensors that were all-reduced."""
-        self.hidden_seconds = 0.0
-        """Seconds from the first collective of each round to the end of backward: communication that backward hid."""
-        self._step_times: deque[float] = deque(maxlen=KEPT)
-        self._ended: float | None = None
-
-    def reduces(self, tensor: Tensor) -> None:
-        """Count a tensor that is all-reduced; of a sparse one, its values (test_a_sparse_bucket)."""
-        self.bytes_reduced += tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
-
-    def waits(self, begun: float | None, now: float) -> None:
-        """Note that this rank waits for a round from ``now`` on; ``begun``: when its first collective began, if any."""
-        if self._ended is not None:
-            self._step_times.append(now - self._ended)
-        if begun is not None:
-            self.hidden_seconds += now - begun
-
-    def has_waited(self, now: float) -> None:
-        """Note that the round is over."""
-        self._ended = now
-
-    @property
-    def recent(self) -> float | None:
-        """Seconds per step, the median of the last 16; None before the second round."""
-        return median(islice(reversed(self._step_times), RECENT)) if self._step_times else None
-
-    @property
-    def before(self) -> float | None:
-        """Seconds per step, the median of those before the last 16; None if there are none."""
-        count = len(self._step_times) - RECENT
-        return median(islice(self._step_times, count)) if count > 0 else None

@@ -9,22 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lockstep.devices import is_accelerator
+from lockstep._base.devices import is_accelerator
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
-from lockstep.distributed.reduction.buckets import BucketsInUse
-from lockstep.distributed.reduction.buffer_sync import BufferSync
-from lockstep.distributed.reduction.comm_hooks import Hook, HookInUse
-from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.managed_parameters import ManagedParameter
-from lockstep.distributed.reduction.parameters import ParameterSet
-from lockstep.distributed.reduction.plan import AdaptivePlan, travels_in_half
+from lockstep.distributed.comm.collectives import Collectives, plain_memory
+from lockstep.distributed.reduction.buckets.comm_hooks import Hook, HookInUse
+from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
+from lockstep.distributed.reduction.buckets.plan import AdaptivePlan, travels_in_half
+from lockstep.distributed.reduction.module.buffer_sync import BufferSync
+from lockstep.distributed.reduction.module.equal_values import check_equal_values
+from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
+from lockstep.distributed.reduction.module.parameters import ParameterSet
 from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
-from lockstep.distributed.reduction.status import Part, Report, ReportLayout, Status
-from lockstep.distributed.reduction.values import check_equal_values
-from lockstep.distributed.reduction.verdict import Verdict
+from lockstep.distributed.reduction.report.decisions import decisions_of
+from lockstep.distributed.reduction.report.verdict import Verdict
+from lockstep.distributed.reduction.report_transport import ReportTransport
 
 
 class CommonState:
@@ -208,78 +207,3 @@ class CommonState:
         self.buffers.renew()
         self._make_buckets()
         return is_new
-
-
-_OWN_DTYPE = torch.float32
-
-
-class ReportTransport:
-    """Writes, sends and reads the reports of one module, as long as its buckets stay the same.
-
-    On the CPU a report follows the gradients of the last bucket, or travels on its own if that bucket cannot carry it.
-    On an accelerator the statuses, which only the host knows, go over the group's companion, so that the
-    end of backward waits for the other hosts but never for the device; only small buffers follow the last bucket there.
-    """
-
-    def __init__(
-        self,
-        parameters: int,
-        collectives: Collectives,
-        buffers: BufferSync,
-        behind: torch.dtype | None,
-        device: torch.device,
-    ) -> None:
-        """Lay out the report: on ``device``, behind gradients of dtype ``behind``, or on its own if that is None."""
-        dtype = behind or _OWN_DTYPE
-        packed = buffers.plan_packing(dtype)
-        self._collectives = collectives
-        self._buffers = buffers
-        self.splits = device.type != "cpu" and collectives.device.type == "cpu"
-        """True if small buffers follow the last bucket, and the statuses travel on their own."""
-        self.has_buffers = packed > 0
-        row_dtype = _OWN_DTYPE if self.splits else dtype
-        in_row = 0 if self.splits else packed
-        self._layout = ReportLayout(parameters, collectives.rank, collectives.world, in_row, row_dtype)
-        self._packed = slice(0, packed) if self.splits else self._layout.packed_buffers
-        self.numel = (packed if self.splits else self._layout.numel) if behind is not None else 0
-        """The number of elements that follow the gradients of the last bucket."""
-        travels_alone = self.splits or behind is None
-        row_device = torch.device("cpu") if self.splits else device
-        self.own_row = torch.zeros(self._layout.numel, dtype=row_dtype, device=row_device) if travels_alone else None
-        """The part of the report that travels on its own at the end of the round, or None."""
-        own_buffers = self.splits and behind is None and self.has_buffers
-        self.own_buffers = torch.zeros(packed, dtype=dtype, device=device) if own_buffers else None
-        """Small buffers, if they travel on their own, before :attr:`own_row`."""
-
-    def write(self, row: Tensor, used: bytearray, late: list[int], status: Status) -> None:
-        """Write this rank's report, and its buffers if they are in the same row."""
-        self._layout.write(row, used, late, status)
-        if self._layout.has_buffers:
-            self.write_buffers(row[self._packed], status)
-
-    def write_buffers(self, place: Tensor, status: Status) -> None:
-        """Write this rank's small buffers; zeros if its status says that the module has changed."""
-        place.zero_()
-        if not status.changed:
-            try:
-                self._buffers.write(place)
-            except Exception:
-                if status.part not in (Part.FAILED, Part.SKIPS):
-                    raise  # this rank's part fails, and the others are told; a failed or skipped batch sends zeros
-
-    def send(self, row: Tensor, what: str, blocking: bool) -> Pending:
-        """Start to sum the row that travels on its own; ``blocking``: the caller waits for it next."""
-        return self._collectives.all_reduce(row, what, blocking=blocking)
-
-    def read(self, row: Tensor) -> Report:
-        """Return the reports of all ranks."""
-        return self._layout.read(row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row)
-
-    def read_aborted(self, row: Tensor | None) -> Report | None:
-        """Return the reports of a round aborted on this rank; None if it sent none, or with another layout."""
-        return None if row is None or row.numel() != self._layout.numel else self.read(row)
-
-    def take_buffers(self, row: Tensor) -> None:
-        """Assign the small buffers received in ``row``, the one behind the last bucket, or in :attr:`own_buffers`."""
-        place = row if self.own_buffers is None else self.own_buffers
-        self._buffers.read(place[self._packed])

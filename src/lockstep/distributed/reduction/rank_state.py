@@ -11,209 +11,24 @@ under ``no_sync()``, and its buffers stay as they were. Then it takes part in th
 the reduced gradients as all other ranks do.
 """
 
-import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import compress
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed.reduction.buffer_sync import BufferSync
-from lockstep.distributed.reduction.buffers import KeptBuffers
-from lockstep.distributed.reduction.decisions import Decisions
-from lockstep.distributed.reduction.managed_parameters import ManagedParameter
-from lockstep.distributed.reduction.parameters import ParameterSet
-from lockstep.distributed.reduction.status import Part, PassLog, Status, StepLog
-from lockstep.dtensors import local_part
-from lockstep.optimizer_steps import has_any
-
-_NO_WEIGHT = (
-    "this backward pass has no weight, an earlier one since the last synchronisation had one; give accumulate() a "
-    "weight in every micro-batch, or in none"
-)
-_AFTER_ROUND = (
-    "a backward pass follows the one that has synchronised in the same block of accumulate(weight=...), whose weight "
-    "is used up; put all but the last backward of a block under no_sync(), or each into a block of its own, with "
-    "zero_grad() between"
-)
-_INCOMPLETE = (
-    "gradients that have accumulated with a weight are not complete: a backward pass in a block of "
-    "accumulate(weight=...) has failed, or an exception has left the block after one. All ranks give up what has "
-    "accumulated since the last synchronisation"
-)
-
-
-class _Left(NamedTuple):
-    """A reference to the gradient of a parameter, to notice later changes."""
-
-    member: ManagedParameter
-    grad: weakref.ref[Tensor] | None
-    version: int
-
-    @classmethod
-    def now(cls, member: ManagedParameter) -> "_Left":
-        """Return a record of the present gradient."""
-        grad = member.parameter.grad
-        return cls(member, None, 0) if grad is None else cls(member, weakref.ref(grad), grad._version)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """True if the gradient is the same object, and nothing has written to it."""
-        grad = self.member.parameter.grad
-        if grad is None or self.grad is None:
-            return grad is None and self.grad is None
-        return self.grad() is grad and grad._version == self.version
-
-
-class Window:
-    """The weighted micro-batches that one round reduces.
-
-    The first block of ``accumulate(weight=...)`` opens a window, and the round closes it. Each block adds its weight
-    once, even if no backward pass in it reaches the module. So that the sums of gradients and of weights match, a
-    window begins without gradients, and nothing but backward may change them until the round. A violation makes this
-    rank's part in the round fail, and thereby the round on all ranks: :attr:`problem`.
-    """
-
-    def __init__(self) -> None:
-        self.weights: list[float] = []
-        """The weights of its blocks; empty if the micro-batches have none: no window is open."""
-        self.problem = ""
-        """The reason why this rank's part in the next round has to fail, or an empty text."""
-        self._blocks = 0  # number of blocks under way
-        self._passes = 0
-        self._lost = 0  # number of passes that have failed before they have reached the module
-        self._left: list[_Left] = []
-
-    @property
-    def is_unused(self) -> bool:
-        """True if no weights have been given."""
-        return not (self.weights or self._blocks or self.problem)
-
-    @contextmanager
-    def block(self, weight: float, parameters: Sequence[ManagedParameter], synchronises: bool) -> Iterator[None]:
-        """Run a block with a weight, of a module with these parameters; ``synchronises``: a round is expected in it.
-
-        The weight does not count if all backward passes in the block have failed before they have reached the module.
-        If no rank reaches the module, as when all of it is frozen, there is no round, and the window is closed anyway.
-        """
-        blocks, problem, passes, lost = len(self.weights), self.problem, self._passes, self._lost
-        if blocks:
-            self.check_gradients()
-        else:
-            self._open(parameters)
-        self.weights.append(weight)
-        self._blocks += 1
-        try:
-            yield
-            if self.weights and self._lost > lost and self._passes == passes:
-                del self.weights[blocks:]
-            if synchronises and not self._passes:
-                self.close()
-        except BaseException:
-            if self._passes > passes:
-                self.fail(_INCOMPLETE)
-            elif self.weights and blocks:  # no round has closed the window: the block does not count
-                del self.weights[blocks:]
-                self.problem = problem
-            elif self.weights:
-                self.close()
-            raise
-        finally:
-            self._blocks -= 1
-
-    def _open(self, parameters: Sequence[ManagedParameter]) -> None:
-        zeros = are_zero([member.parameter.grad for member in parameters])
-        if False in zeros:
-            self.fail(
-                f"parameter {parameters[zeros.index(False)].name} had a gradient when the first block of "
-                "accumulate(weight=...) since the last synchronisation began, which would be divided by weights that "
-                "are not its own; call zero_grad() before that block, and give accumulate() a weight in every "
-                "micro-batch, or in none"
-            )
-        self._left = list(map(_Left.now, parameters))
-
-    def pass_begins(self) -> None:
-        """Note that a backward pass has reached the module."""
-        self._passes += 1
-        if self.weights and not self._blocks:
-            self.fail(_NO_WEIGHT)
-        elif self._blocks and not self.weights:
-            self.fail(_AFTER_ROUND)
-
-    def pass_ended(self) -> None:
-        """Record the gradients after a backward pass."""
-        self._left = [_Left.now(left.member) for left in self._left]
-
-    def pass_failed(self) -> None:
-        """Note that a pass that has reached the module has failed on this rank, without the other ranks being told."""
-        self._passes += 1
-        if self.weights:
-            self.fail(_INCOMPLETE)
-
-    def pass_lost(self) -> None:
-        """Note that a pass that does not synchronise has failed on this rank before it has reached the module."""
-        self._lost += 1
-
-    def check_gradients(self) -> None:
-        """Fail if any gradient has changed since the last pass; called outside of a pass, or when one begins."""
-        changed = next((left for left in self._left if not left.is_unchanged), None)
-        if changed is not None:
-            self.fail(
-                f"the gradient of parameter {changed.member.name} was written, replaced or given up since a backward "
-                "pass with a weight, and its weight is not; leave gradients as they are from the first block of "
-                "accumulate(weight=...) to the end of the one that synchronises, and call zero_grad() after it"
-            )
-
-    def check_members(self, parameters: Sequence[ManagedParameter]) -> None:
-        """Fail if the module has other parameters now than when the window was opened."""
-        if self.weights:
-            self.fail_if_changed([left.member for left in self._left], parameters)
-
-    def fail_if_changed(self, before: Sequence[ManagedParameter], now: Sequence[ManagedParameter]) -> None:
-        """Fail if the module has other parameters ``now`` than ``before``."""
-        names = [{id(member.parameter): member.name for member in each} for each in (before, now)]
-        changed = names[0].keys() ^ names[1].keys()
-        if changed:
-            name = next(name for key, name in (names[0] | names[1]).items() if key in changed)
-            self.fail(
-                f"parameter {name} was put into the module or taken out of it within a window of micro-batches with a "
-                "weight, or in a batch that counts nothing, since this rank has run out; change a module before the "
-                "first block of accumulate(weight=...), and where every rank has a batch"
-            )
-
-    def fail(self, problem: str) -> None:
-        """Let this rank's part in the round fail; the first problem counts."""
-        self.problem = self.problem or problem
-
-    def close(self) -> None:
-        """Forget the weights: the round has ended, or all ranks discard the accumulated gradients."""
-        self.weights.clear()
-        self.problem = ""
-        self._passes = 0
-        self._left = []
-
-
-def are_zero(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Return, for each gradient, True if it is None or all zero; waits for the device once."""
-    values = [None if grad is None else _values_of(grad) for grad in grads]
-    some = [each for each in values if each is not None and each.numel()]
-    if not some:
-        return [True] * len(grads)
-    norms = torch._foreach_norm(some, math.inf)
-    found = iter(torch.stack([(norm != 0).to(some[0].device) for norm in norms]).tolist())
-    return [each is None or not each.numel() or not next(found) for each in values]
-
-
-def _values_of(grad: Tensor) -> Tensor:
-    local = local_part(grad.detach())
-    return local.coalesce().values() if local.is_sparse else local
+from lockstep._base.optimizer_steps import has_any
+from lockstep.distributed.reduction.module.buffer_sync import BufferSync
+from lockstep.distributed.reduction.module.buffers import KeptBuffers
+from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
+from lockstep.distributed.reduction.module.parameters import ParameterSet
+from lockstep.distributed.reduction.padding import PaddingBatch
+from lockstep.distributed.reduction.report.decisions import Decisions
+from lockstep.distributed.reduction.report.pass_log import PassLog, StepLog
+from lockstep.distributed.reduction.report.status import Part, Status
+from lockstep.distributed.reduction.window import Window, are_zero
 
 
 class Contribution:
@@ -262,67 +77,6 @@ class Contribution:
         used = {id(each.parameter) for each in compress(self._parameters, self.used)}
         found = bytearray(id(each.parameter) in used for each in parameters)
         return Contribution(parameters, self.window, found, self.is_local)
-
-
-class PaddingBatch:
-    """One idle batch; it lasts until :meth:`end`."""
-
-    def __init__(self, members: Sequence[ManagedParameter], buffers: KeptBuffers) -> None:
-        self.members = members
-        """The parameters of the module when the batch begins."""
-        parameters = [member.parameter for member in members]
-        self._new: list[Parameter] = []  # parameters that had no gradient before the batch
-        self._buffers = buffers
-        self._hooks = [self._hook(each) for each in parameters if each.requires_grad]
-        # A frozen parameter takes no hook, but the batch may unfreeze it:
-        # test_what_a_rank_that_has_run_out_has_of_an_unfrozen_layer_does_not_count.
-        frozen = [each for each in parameters if not each.requires_grad]
-        self._frozen = [(each, None if each.grad is None else each.grad.clone()) for each in frozen]
-
-    def _hook(self, parameter: Parameter) -> RemovableHandle:
-        handle: RemovableHandle = parameter.register_hook(_ZeroGradHook(weakref.ref(self), parameter))
-        return handle
-
-    def note_new(self, parameter: Parameter) -> None:
-        """Note that a parameter without a gradient is about to get one."""
-        self._new.append(parameter)
-
-    def undo(self) -> None:
-        """Give parameters and buffers back what they had before the batch's forward and backward."""
-        for parameter in self._new:
-            parameter.grad = None
-        self._new.clear()
-        for parameter, grad in [each for each in self._frozen if each[0].requires_grad]:
-            parameter.grad = grad
-            self._hooks.append(self._hook(parameter))
-        self._frozen = [each for each in self._frozen if not each[0].requires_grad]
-        self._buffers.give_back()
-
-    def round_ended(self, buffers: KeptBuffers) -> None:
-        """Note that the rank has taken part in a round, after which the module has ``buffers``."""
-        self._buffers = buffers
-
-    def end(self) -> None:
-        """End the batch: the loop goes on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._buffers.give_back()
-
-
-class _ZeroGradHook:
-    """Gradient hook that makes backward add zeros."""
-
-    __slots__ = ("_batch", "_parameter")
-
-    def __init__(self, batch: "weakref.ref[PaddingBatch]", parameter: Parameter) -> None:
-        self._batch = batch
-        self._parameter = weakref.ref(parameter)
-
-    def __call__(self, grad: Tensor) -> Tensor:
-        batch, parameter = self._batch(), self._parameter()
-        if batch is not None and parameter is not None and parameter.grad is None:
-            batch.note_new(parameter)
-        return torch.zeros_like(grad)
 
 
 _NO_PASS = 0, 0, 0

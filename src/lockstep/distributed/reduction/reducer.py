@@ -43,20 +43,20 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.devices import refuse_capture
-from lockstep.distributed.comm.collectives import watchers
-from lockstep.distributed.reduction.buckets import BucketsInUse
-from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.engine import (
+from lockstep._base.devices import refuse_capture
+from lockstep.distributed.comm.group_state import watchers
+from lockstep.distributed.reduction.autograd.engine import (
     BackwardPass,
     current_pass,
     foreign_pass,
     is_autograd_compiled,
     note_failure,
 )
-from lockstep.distributed.reduction.gradients import GradientSnapshot
-from lockstep.distributed.reduction.graph import ReachableLeaves
-from lockstep.distributed.reduction.managed_parameters import (
+from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot
+from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
+from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
+from lockstep.distributed.reduction.common_state import CommonState
+from lockstep.distributed.reduction.module.managed_parameters import (
     HookDictionary,
     ManagedParameter,
     StreamTrigger,
@@ -70,10 +70,12 @@ from lockstep.distributed.reduction.managed_parameters import (
     remove_trigger,
     run_held_hooks,
 )
-from lockstep.distributed.reduction.parameters import APPLIED_IN_BACKWARD, check_optimizers
-from lockstep.distributed.reduction.rank_state import PaddingBatch, RankState
+from lockstep.distributed.reduction.module.selection import APPLIED_IN_BACKWARD, check_optimizers
+from lockstep.distributed.reduction.padding import PaddingBatch
+from lockstep.distributed.reduction.rank_state import RankState
+from lockstep.distributed.reduction.report.pass_log import ForwardMark
+from lockstep.distributed.reduction.report.status import Part
 from lockstep.distributed.reduction.round import Round
-from lockstep.distributed.reduction.status import ForwardMark, Part
 from lockstep.errors import (
     AgreementError,
     CommunicationError,

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep._base.texts import LONGEST_HEADLINE, shortened
 from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gather_all
-from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket, reduce_late
-from lockstep.distributed.reduction.comm_hooks import Waitable
+from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot, KeptGradient, find_kept, write_back
+from lockstep.distributed.reduction.autograd.graph import has_means
+from lockstep.distributed.reduction.buckets.comm_hooks import Waitable
+from lockstep.distributed.reduction.buckets.gradient_buckets import NO_ROW, GradientBucket, ZeroBucket, reduce_late
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.gradients import GradientSnapshot, KeptGradient, find_kept, write_back
-from lockstep.distributed.reduction.graph import has_means
-from lockstep.distributed.reduction.managed_parameters import ManagedParameter
+from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
-from lockstep.distributed.reduction.status import Part, Status
-from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
+from lockstep.distributed.reduction.report.status import Part, Status
+from lockstep.distributed.reduction.report.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
-from lockstep.texts import LONGEST_HEADLINE, shortened
 
 
 class RoundState(IntEnum):

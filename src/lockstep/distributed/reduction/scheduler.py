@@ -10,18 +10,20 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.distributed.comm.collectives import Collectives, Group, Pending, shared_object, watchers
-from lockstep.distributed.reduction.buffers import KeptBuffers
-from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.engine import BackwardPass, PassObserver
-from lockstep.distributed.reduction.graph import ReachableLeaves
+from lockstep._base.optimizer_steps import observe_steps
+from lockstep._base.run_all import RunAll
+from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.distributed.comm.group_state import shared_object, watchers
+from lockstep.distributed.comm.groups import Group
+from lockstep.distributed.reduction.autograd.engine import BackwardPass, PassObserver
+from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
+from lockstep.distributed.reduction.module.buffers import KeptBuffers
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.replicated_modules import FAILED, SKIPPED, PassAgreement, ReplicatedModules
-from lockstep.distributed.reduction.status import Part
+from lockstep.distributed.reduction.report.decisions import decisions_of
+from lockstep.distributed.reduction.report.status import Part
 from lockstep.errors import OptionError, PeerError
-from lockstep.optimizer_steps import observe_steps
 from lockstep.phases import Phases
-from lockstep.run_all import RunAll
 
 
 class GroupScheduler(PassObserver):

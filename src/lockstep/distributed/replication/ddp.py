@@ -24,11 +24,18 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lockstep.compiler import outside_compiler
-from lockstep.distributed.comm.collectives import Group, control_device, global_ranks, resolve_group
-from lockstep.distributed.reduction.buffer_sync import Policy
-from lockstep.distributed.reduction.comm_hooks import name_of
-from lockstep.distributed.reduction.plan import MIB, ReductionPlan
+from lockstep._base.compiler import outside_compiler
+from lockstep._base.inherited import refusal, refusing
+from lockstep._base.wrapper import is_of_module, naming_options
+from lockstep.distributed.comm.groups import (
+    Group,
+    control_device,
+    global_ranks,
+    resolve_group,
+)
+from lockstep.distributed.reduction.buckets.comm_hooks import name_of
+from lockstep.distributed.reduction.buckets.plan import MIB, ReductionPlan
+from lockstep.distributed.reduction.module.buffer_sync import Policy
 from lockstep.distributed.replication.ddp_compat import (
     INSTEAD,
     BufferHook,
@@ -42,8 +49,6 @@ from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import register
 from lockstep.errors import CommunicationError, HookError, NotReplicableError, OptionError
-from lockstep.inherited import refusal, refusing
-from lockstep.wrapper import is_of_module, naming_options
 
 _BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
 

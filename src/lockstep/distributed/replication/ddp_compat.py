@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from lockstep.distributed.reduction.buffers import Buffer
+from lockstep._base.inherited import message
+from lockstep._base.inner_tensors import inner_tensors
+from lockstep.distributed.reduction.module.buffers import Buffer
 from lockstep.errors import CommunicationError, HookError, OptionError
-from lockstep.inherited import message
-from lockstep.inner_tensors import inner_tensors
 
 
 class _OfWrapper:

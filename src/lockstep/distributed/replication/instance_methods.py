@@ -15,7 +15,7 @@ from weakref import getweakrefcount
 
 from torch.nn import Module
 
-from lockstep.wrapper import ModuleHook
+from lockstep._base.wrapper import ModuleHook
 
 
 class InstanceDict(dict[str, Any]):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from lockstep._base.run_all import RunAll
 from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.replication import Values, broadcast_values
-from lockstep.run_all import RunAll
 
 _GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
 _contexts: "weakref.WeakKeyDictionary[Reducer, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()

@@ -22,13 +22,13 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.compiler import outside_compiler
-from lockstep.distributed.reduction.buffers import holders
-from lockstep.distributed.reduction.comm_hooks import GradBucket
+from lockstep._base.compiler import outside_compiler
+from lockstep._base.identity_map import IdentityMap
+from lockstep._base.tree import tree_map
+from lockstep._base.wrapper import ModuleHook
+from lockstep.distributed.reduction.buckets.comm_hooks import GradBucket
+from lockstep.distributed.reduction.module.buffers import holders
 from lockstep.errors import OptionError
-from lockstep.identity_map import IdentityMap
-from lockstep.tree import tree_map
-from lockstep.wrapper import ModuleHook
 
 
 def check_mixed_precision(config: Any) -> None:

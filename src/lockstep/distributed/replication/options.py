@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.devices import resolve_device
-from lockstep.distributed.comm.collectives import Group
+from lockstep._base.devices import resolve_device
+from lockstep._base.tree import Tree, tree_map
+from lockstep._base.wrapper import unknown_option
+from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.comm.half_precision import HALF_PRECISION
-from lockstep.distributed.reduction.buffer_sync import POLICIES, Policy
-from lockstep.distributed.reduction.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+from lockstep.distributed.reduction.buckets.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+from lockstep.distributed.reduction.module.buffer_sync import POLICIES, Policy
 from lockstep.distributed.replication.mixed_precision import check_mixed_precision
 from lockstep.errors import OptionError
-from lockstep.tree import Tree, tree_map
-from lockstep.wrapper import unknown_option
 
 
 @dataclass(frozen=True, kw_only=True)

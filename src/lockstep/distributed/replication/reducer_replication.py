@@ -10,24 +10,27 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.compiler import is_in_compiled_backward, outside_compiler
+from lockstep._base.compiler import is_in_compiled_backward, outside_compiler
+from lockstep._base.dtensors import is_dtensor
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.comm.collectives import Collectives, resolve_group, watchers
-from lockstep.distributed.reduction.buffer_sync import BufferSync
-from lockstep.distributed.reduction.buffers import BufferSet
-from lockstep.distributed.reduction.comm_hooks import Hook, check_hook, hook_state, name_of, restore_hook_state
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import watchers
+from lockstep.distributed.comm.groups import resolve_group
+from lockstep.distributed.reduction.autograd.engine import watch_engine
+from lockstep.distributed.reduction.autograd.graph import mark_output
+from lockstep.distributed.reduction.buckets.comm_hooks import Hook, check_hook, hook_state, name_of, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.engine import watch_engine
-from lockstep.distributed.reduction.graph import mark_output
-from lockstep.distributed.reduction.managed_parameters import Owner
-from lockstep.distributed.reduction.parameters import Contents, ParameterSet, Selection
+from lockstep.distributed.reduction.module.buffer_sync import BufferSync
+from lockstep.distributed.reduction.module.buffers import BufferSet
+from lockstep.distributed.reduction.module.managed_parameters import Owner
+from lockstep.distributed.reduction.module.parameters import ParameterSet
+from lockstep.distributed.reduction.module.selection import Contents, Selection
 from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.report.pass_log import ForwardMark, note_compiled
 from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.distributed.reduction.status import ForwardMark, note_compiled
 from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.replication.options import Options, outputs_in
 from lockstep.distributed.replication.replication import Replication, replication_of
-from lockstep.dtensors import is_dtensor
 from lockstep.errors import CommunicationError, HookError, NotReplicableError, OptionError
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from lockstep.distributed.reduction.parameters import sharded_children
+from lockstep._base.wrapper import ModuleHook
+from lockstep.distributed.reduction.module.selection import sharded_children
 from lockstep.distributed.replication.instance_methods import add_methods
 from lockstep.distributed.replication.options import Options, read_options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import Replication, find_replication, register, replication_of
 from lockstep.errors import AlreadyManagedError, OptionError
-from lockstep.wrapper import ModuleHook
 
 Loss = Literal["sum", "mean"]
 """What the loss of a share is, over its rows."""

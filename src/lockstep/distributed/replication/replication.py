@@ -23,18 +23,19 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lockstep.compiler import outside_compiler
+from lockstep._base.compiler import outside_compiler
+from lockstep._base.identity_map import IdentityMap
+from lockstep._base.inner_tensors import inner_tensors
+from lockstep._base.run_all import RunAll
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.reduction.buffers import Buffer
-from lockstep.distributed.reduction.managed_parameters import Owner
-from lockstep.distributed.reduction.parameters import Contents, Selection, note_replicated
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import Group, resolve_group
+from lockstep.distributed.reduction.module.buffers import Buffer
+from lockstep.distributed.reduction.module.managed_parameters import Owner
+from lockstep.distributed.reduction.module.selection import Contents, Selection, note_replicated
 from lockstep.distributed.replication.options import Options, input_device, move_to
 from lockstep.errors import LockstepError, NotReplicableError
-from lockstep.identity_map import IdentityMap
-from lockstep.inner_tensors import inner_tensors
 from lockstep.phases import Phases, Statistics
-from lockstep.run_all import RunAll
 
 
 class Replication(ABC):

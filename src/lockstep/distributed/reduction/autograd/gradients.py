@@ -40,8 +40,8 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from lockstep.buckets import Bucket
-from lockstep.dtensors import is_dtensor, like_parameter, local_part
+from lockstep._base.buckets import Bucket
+from lockstep._base.dtensors import is_dtensor, like_parameter, local_part
 
 grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.compiler import outside_compiler
+from lockstep._base.compiler import outside_compiler
 
 
 class StepObserver(Protocol):

@@ -18,10 +18,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep._base.run_all import RunAll
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Pending
-from lockstep.distributed.reduction.buffers import Buffer, BufferGroup, BufferSet, KeptBuffers
-from lockstep.run_all import RunAll
+from lockstep.distributed.reduction.module.buffers import Buffer, BufferGroup, BufferSet, KeptBuffers
 
 Policy = Literal["rank0", "mean", "local"]
 POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")

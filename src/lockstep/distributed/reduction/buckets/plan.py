@@ -24,7 +24,7 @@ from functools import cached_property
 
 import torch
 
-from lockstep.buckets import Bucket, TensorSpec, pack_bucket
+from lockstep._base.buckets import Bucket, TensorSpec, pack_bucket
 from lockstep.errors import LayoutError
 
 MIB = 1024 * 1024

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from lockstep.distributed.comm.collectives import Group, shared_object, state_of
-from lockstep.distributed.reduction.verdict import LoopVerdict
+from lockstep.distributed.comm.group_state import shared_object, state_of
+from lockstep.distributed.comm.groups import Group
+from lockstep.distributed.reduction.report.verdict import LoopVerdict
 from lockstep.errors import OptionError, ShareError
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from lockstep.distributed.comm.collectives import BATCHES_OF_A_LOOP
-from lockstep.distributed.reduction.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
+from lockstep.distributed.comm.group_state import BATCHES_OF_A_LOOP
+from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
 from lockstep.errors import OptionError, PeerError
 
 NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"

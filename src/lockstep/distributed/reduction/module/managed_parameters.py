@@ -39,12 +39,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Module, Parameter
 
-from lockstep.buckets import TensorSpec, contiguous_stride, dense_stride
-from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.devices import is_accelerator
-from lockstep.dtensors import local_part, matching_gradient
+from lockstep._base.buckets import TensorSpec, contiguous_stride, dense_stride
+from lockstep._base.compiler import is_in_compiled_backward, outside_compiler
+from lockstep._base.devices import is_accelerator
+from lockstep._base.dtensors import local_part, matching_gradient
+from lockstep._base.inner_tensors import check_trained, is_plain
 from lockstep.errors import LayoutError, NotReplicableError
-from lockstep.inner_tensors import check_trained, is_plain
 
 
 class ManagedParameter:

@@ -31,8 +31,8 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
-from lockstep.compiler import outside_compiler
-from lockstep.distributed.reduction.graph import (
+from lockstep._base.compiler import outside_compiler
+from lockstep.distributed.reduction.autograd.graph import (
     ReachableLeaves,
     devices_of_leaves,
     finish_means,

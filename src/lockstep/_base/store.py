@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep import network
+from lockstep._base import network
 from lockstep.errors import CommunicationError
 
 T = TypeVar("T")

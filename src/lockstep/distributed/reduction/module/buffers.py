@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.inner_tensors import as_bytes, bits, describe, inner_tensors, inner_tensors_of
-from lockstep.tensor_state import Layouts
+from lockstep._base.inner_tensors import as_bytes, bits, describe, inner_tensors, inner_tensors_of
+from lockstep._base.tensor_state import Layouts
 
 _shape_of, _dtype_of, _device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 _has_graph, _buffers_of = attrgetter("requires_grad"), attrgetter("_buffers")
@@ -260,7 +260,7 @@ class BufferSet:
     def changed(self) -> bool:
         """Return True if buffers have been registered, removed, tied, untied, or changed in shape, dtype or device.
 
-        Submodules are compared by :class:`lockstep.distributed.reduction.parameters.SlotSnapshot`.
+        Submodules are compared by :class:`lockstep.distributed.reduction.module.parameters.SlotSnapshot`.
         """
         if any(self._empty) or list(map(len, self._registries)) != self._sizes:
             return True

@@ -20,15 +20,15 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lockstep.buckets import plan_buckets
-from lockstep.devices import is_accelerator
+from lockstep._base.buckets import plan_buckets
+from lockstep._base.devices import is_accelerator
+from lockstep._base.dtensors import is_dtensor, like_parameter, local_part
+from lockstep._base.inner_tensors import is_plain
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.gradients import Empty, GradientMemory, GradientSnapshot
-from lockstep.distributed.reduction.managed_parameters import ManagedParameter
-from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket, travels_in_half
-from lockstep.dtensors import is_dtensor, like_parameter, local_part
+from lockstep.distributed.reduction.autograd.gradients import Empty, GradientMemory, GradientSnapshot
+from lockstep.distributed.reduction.buckets.plan import AdaptivePlan, Kind, PlannedBucket, travels_in_half
+from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.errors import PeerError
-from lockstep.inner_tensors import is_plain
 
 _dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
 

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buckets import GradientBucket
+from lockstep.distributed.reduction.buckets.gradient_buckets import GradientBucket
 from lockstep.errors import HookError
 
 

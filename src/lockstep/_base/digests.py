@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lockstep.inner_tensors import as_bytes, inner_tensors
+from lockstep._base.inner_tensors import as_bytes, inner_tensors
 
 _ROW = 1 << 16
 """Number of eight-byte words that are summed together: their factors stay in a processor's cache."""

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lockstep.devices import CPU, direct_copy_works
-from lockstep.dtensors import is_dtensor, local_part
+from lockstep._base.devices import CPU, direct_copy_works
+from lockstep._base.dtensors import is_dtensor, local_part
 from lockstep.errors import NotReplicableError
 
 _COPIED = frozenset(

@@ -10,7 +10,7 @@ from weakref import ref
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.arguments import did_you_mean
+from lockstep._base.arguments import did_you_mean
 from lockstep.errors import UnknownOptionError
 
 Init = TypeVar("Init", bound=Callable[..., None])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from lockstep.devices import is_accelerator
+from lockstep._base.devices import is_accelerator
+from lockstep._base.dtensors import local_part
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.dtensors import local_part
 
 _KEY = "lockstep.backward"
 

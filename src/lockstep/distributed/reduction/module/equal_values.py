@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lockstep.digests import Digests
+from lockstep._base.digests import Digests
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import OutOfSyncError

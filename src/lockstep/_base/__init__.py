@@ -1,0 +1,1 @@
+"""What all packages of the library use: private, and free to change."""

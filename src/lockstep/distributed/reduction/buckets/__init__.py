@@ -1,0 +1,1 @@
+"""The buckets in which gradients travel, and the communication hooks."""

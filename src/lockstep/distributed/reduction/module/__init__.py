@@ -1,0 +1,1 @@
+"""What of a module is replicated: its parameters and buffers."""

@@ -1,0 +1,1 @@
+"""What the ranks tell each other in a round, and what follows from it."""
