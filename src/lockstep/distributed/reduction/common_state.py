@@ -6,7 +6,6 @@ compared what they have.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -33,7 +32,7 @@ class CommonState:
         self,
         members: ParameterSet,
         collectives: Collectives,
-        modules: ReplicatedModules[Any],
+        modules: ReplicatedModules,
         buffers: BufferSync,
         caps: Sequence[int],
         half: torch.dtype | None = None,

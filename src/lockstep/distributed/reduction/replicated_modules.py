@@ -9,27 +9,38 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Generic, NamedTuple, TypeVar
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.collectives import Collectives, Pending
 
-M = TypeVar("M")
-"""A module as the one that keeps the list knows it: its reducer."""
-TAKES_PART, FAILED, SKIPPED = 1, 1 << 16, 1 << 32
-"""Values that a rank sends for a module: it takes part, its backward pass has failed, or it skips the batch."""
+Module = Any
+"""What is registered for a module: its reducer."""
+
+
+class Mark(IntEnum):
+    """What a rank sends for a module. The marks of all ranks are added: each has 20 bits of the sum for itself."""
+
+    TAKES_PART = 1
+    FAILED = 1 << 20
+    """Its backward pass has failed."""
+    SKIPS = 1 << 40
+    """It leaves out the batch."""
+
+
 _lock = threading.Lock()
 _orders = 0  # the highest order of a group in this process
 
 
-class PassAgreement(NamedTuple, Generic[M]):
+class PassAgreement(NamedTuple):
     """The answers of all ranks."""
 
     marks: list[int]
     """The number that each rank has sent for itself."""
-    modules: list[M]
+    modules: list[Module]
     """The modules that take part on any rank and still exist on this one, in the order of their creation."""
     failed: bool
     """True if the backward pass has failed on some rank."""
@@ -37,7 +48,7 @@ class PassAgreement(NamedTuple, Generic[M]):
     """True if some rank leaves out the batch."""
 
 
-class ReplicatedModules(Generic[M]):
+class ReplicatedModules:
     """The modules replicated over one group in this process."""
 
     def __init__(self, collectives: Collectives) -> None:
@@ -48,13 +59,13 @@ class ReplicatedModules(Generic[M]):
         self.order = 0
         """The group's number among those of this process, the same on all of its ranks."""
         self._collectives = collectives
-        self._links: dict[int, weakref.ref[M]] = {}
+        self._links: dict[int, weakref.ref[Module]] = {}
 
-    def __iter__(self) -> Iterator[M]:
+    def __iter__(self) -> Iterator[Module]:
         """Iterate over the modules in the order of their creation."""
         return filter(None, map(operator.call, list(self._links.values())))
 
-    def numbered(self) -> dict[int, M]:
+    def numbered(self) -> dict[int, Module]:
         """Return the modules by number, in the order of their creation."""
         return {number: module for number, link in list(self._links.items()) if (module := link()) is not None}
 
@@ -71,7 +82,7 @@ class ReplicatedModules(Generic[M]):
         for name in ("exclusive", "next_id", "order"):
             undo.callback(setattr, self, name, getattr(self, name))
 
-    def register(self, module: M, module_id: int, others: Collection[int], order: int) -> None:
+    def register(self, module: Module, module_id: int, others: Collection[int], order: int) -> None:
         """Add a module under a number on which all ranks agree.
 
         ``others``: numbers of other modules on any rank; ``order``: the agreed place of the group.
@@ -84,13 +95,13 @@ class ReplicatedModules(Generic[M]):
         self.next_id = module_id + 1
         self.exclusive = not others
 
-    def unregister(self, module: M) -> None:
+    def unregister(self, module: Module) -> None:
         """Forget a module that is no longer reduced."""
         self._links = {number: link for number, link in self._links.items() if link() not in (None, module)}
 
     # --------------------------------------------------------------------- what ranks tell each other
 
-    def tell(self, modules: Sequence[M], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
+    def tell(self, modules: Sequence[Module], mark: Mark, own: int = 0) -> tuple[Tensor, Pending]:
         """Send ``mark`` for some modules, and ``own`` for this rank; return the row being summed, and its
         collective."""
         world = self._collectives.world
@@ -102,15 +113,15 @@ class ReplicatedModules(Generic[M]):
         row = row.to(self._collectives.device)
         return row, self._collectives.all_reduce(row, "which modules take part")
 
-    def ask(self, modules: Sequence[M], own: int = 0) -> PassAgreement[M]:
+    def ask(self, modules: Sequence[Module], own: int = 0) -> PassAgreement:
         """Tell the other ranks that these modules take part, and wait for their answers; ``own``: sent for this
         rank."""
-        row, pending = self.tell(modules, TAKES_PART, own)
+        row, pending = self.tell(modules, Mark.TAKES_PART, own)
         pending.wait()
         marks, counts = row[: self._collectives.world].tolist(), row[self._collectives.world :].tolist()
         return PassAgreement(
             [int(each) for each in marks],
             [module for number, module in self.numbered().items() if number < len(counts) and counts[number]],
-            any(count % SKIPPED >= FAILED for count in counts),
-            any(count >= SKIPPED for count in counts),
+            any(count % Mark.SKIPS >= Mark.FAILED for count in counts),
+            any(count >= Mark.SKIPS for count in counts),
         )

@@ -19,7 +19,7 @@ from lockstep.distributed.reduction.autograd.engine import BackwardPass, PassObs
 from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
 from lockstep.distributed.reduction.module.buffers import KeptBuffers
 from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.replicated_modules import FAILED, SKIPPED, PassAgreement, ReplicatedModules
+from lockstep.distributed.reduction.replicated_modules import Mark, PassAgreement, ReplicatedModules
 from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.reduction.report.status import Part
 from lockstep.errors import OptionError, PeerError
@@ -35,7 +35,7 @@ class GroupScheduler(PassObserver):
         """The state of this rank's loop, as it is reported to the other ranks."""
         self._aborted: tuple[Tensor, Pending] | None = None
         self._collectives = Collectives(group, Phases())
-        self.modules: ReplicatedModules[Reducer] = ReplicatedModules(self._collectives)
+        self.modules = ReplicatedModules(self._collectives)
         """The modules that are replicated over the group."""
         super().__init__()
         observe_steps(self)
@@ -65,30 +65,38 @@ class GroupScheduler(PassObserver):
         if not watching:
             return
         this.told.add(self)
-        if self.modules.exclusive and len(watching) == 1:
-            try:
-                if watching[0].reduce_settled():
-                    if watchers:
-                        self._collectives.enter("training")
-                    return
-            except BaseException:
-                this.note_failure(watching[0])
-                raise
+        if not (self.modules.exclusive and len(watching) == 1 and self._reduce_settled(watching[0], this)):
+            self._reduce_reached(this, *self._find_reached(watching, this))
+
+    def _reduce_settled(self, module: Reducer, this: BackwardPass) -> bool:
+        """Reduce the only module at once if nothing is unusual; return False if something is."""
+        try:
+            settled = module.reduce_settled()
+        except BaseException:
+            this.note_failure(module)
+            raise
+        if settled and watchers:
+            self._collectives.enter("training")
+        return settled
+
+    def _find_reached(self, watching: Sequence[Reducer], this: BackwardPass) -> tuple[list[Reducer], list[Reducer]]:
+        """Return the modules for which the pass has brought gradients, and those through whose forward it has gone
+        without bringing any; other modules are told that it has left."""
         reached: list[Reducer] = []
         silent: list[Reducer] = []
         others: list[Reducer] = []
         for module in watching:
-            if module.find_arrived():
-                reached.append(module)
-            elif module.is_expected:
-                silent.append(module)
-            else:
-                others.append(module)
-        if others and not (reached or silent):  # functions may have left all gradients of this rank undefined
+            (reached if module.find_arrived() else silent if module.is_expected else others).append(module)
+        if others and not (reached or silent):
+            # A custom Function may return None for every gradient: then only the graph shows that a module was reached.
             reached = [each for each in others if each.may_go_past_forward and each.is_in_reach(this.reach)]
         for module in others:
             if module not in reached:
                 module.pass_leaves()
+        return reached, silent
+
+    def _reduce_reached(self, this: BackwardPass, reached: Sequence[Reducer], silent: Sequence[Reducer]) -> None:
+        """Accumulate the gradients of modules that do not synchronise, and reduce the others."""
         reducing = [module for module in reached if module.synchronises]
         if silent:
             accumulates = this.accumulates
@@ -98,8 +106,7 @@ class GroupScheduler(PassObserver):
                 if not module.synchronises:
                     module.accumulate()
             if reducing:
-                modules = reducing if self.modules.exclusive else self._agree_who_takes_part(reducing)
-                self.reduce(modules)
+                self.reduce(reducing if self.modules.exclusive else self._agree_who_takes_part(reducing))
             if reached or silent:
                 self._collectives.enter("training")
         except BaseException:
@@ -155,7 +162,7 @@ class GroupScheduler(PassObserver):
             self.decisions.note_failure()
         try:
             if failing and not self.modules.exclusive:
-                mark = SKIPPED if self.decisions.skips_after(sys.exception()) else FAILED
+                mark = Mark.SKIPS if self.decisions.skips_after(sys.exception()) else Mark.FAILED
                 self._aborted = self.modules.tell(failing, mark)  # kept until it has arrived
             for module in failing if self.modules.exclusive else ():
                 module.abort()
@@ -214,7 +221,7 @@ class GroupScheduler(PassObserver):
         """Return the modules that take part on any rank, in the order of their creation."""
         return self._that_take_part(self.modules.ask(modules))
 
-    def _that_take_part(self, told: PassAgreement[Reducer]) -> list[Reducer]:
+    def _that_take_part(self, told: PassAgreement) -> list[Reducer]:
         if told.failed:
             self._end_rounds()
             self.decisions.note_failure()

@@ -12,13 +12,14 @@ gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are re
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lockstep._base.buckets import plan_buckets
 from lockstep._base.devices import is_accelerator
@@ -34,6 +35,11 @@ _dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), att
 
 
 NO_ROW = torch.empty(0, device="cpu")
+
+
+def set_grads(parameters: Iterable[Parameter], grads: Iterable[Tensor | None]) -> None:
+    """Assign the gradients of parameters, in a loop in C: every step does it for each parameter."""
+    deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
 
 
 class CopiedIn(NamedTuple):
@@ -328,7 +334,7 @@ class FlatBucket(GradientBucket):
         inside = memory.claim(grads)
         if used is not None and not all(map(used.__getitem__, self._indices)):
             self._keep_all_unused(grads, inside, used)
-        deque(map(setattr, self._parameters, repeat("grad"), repeat(None)), maxlen=0)
+        set_grads(self._parameters, repeat(None))
         undefined: list[int] = []
         if True not in inside and type(None) not in map(type, grads):
             self._copy(memory.now.views, cast("list[Tensor]", grads), range(len(grads)))
@@ -390,7 +396,7 @@ class FlatBucket(GradientBucket):
             super().copy_out(used)
         else:
             try:
-                deque(map(setattr, self._parameters, repeat("grad"), self._memory.now.grads), maxlen=0)
+                set_grads(self._parameters, self._memory.now.grads)
             except RuntimeError:
                 for member in self.members:
                     member.check(member.parameter)
