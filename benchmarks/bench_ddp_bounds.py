@@ -44,7 +44,7 @@ class ThirdUnused(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the layers make of rows."""
+        """Return what the layers make of rows."""
         for i, layer in enumerate(self.layers):
             if i % 3:
                 x = torch.relu(layer(x))
@@ -170,7 +170,7 @@ def arrive(module: nn.Module, group: dist.ProcessGroup, cap: int = 25 << 20, cop
 
 
 def flat_after_backward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
-    """What ``flat`` does after backward."""
+    """Return what ``flat`` does after backward."""
     members, buffers = list(module.parameters()), list(module.buffers())
     flat, views = together([*members, *buffers], group)
     buffer_views = views[len(members) :]

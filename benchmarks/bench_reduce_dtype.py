@@ -145,7 +145,7 @@ def rank_over_link(rank: int, world: int, folder: Path, quick: bool, rounds: int
 
 
 def bytes_sent() -> int:
-    """What has left this host."""
+    """Return what has left this host."""
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 

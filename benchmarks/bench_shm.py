@@ -35,7 +35,7 @@ def time_sizes(rank: int, sizes: tuple[int, ...], rounds: int) -> dict[int, dict
 
 
 def ways(numel: int, gloo: dist.ProcessGroup, shm: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
-    """What is compared, each with a tensor of its own; zeros, which stay zeros."""
+    """Return what is compared, each with a tensor of its own; zeros, which stay zeros."""
     tensors = {name: torch.zeros(numel) for name in (GLOO, SHM, COPY)}
     tensors[IN_PLACE] = shm.allocate(numel).zero_()
     source = torch.zeros(numel)

@@ -69,7 +69,7 @@ class Kit:
 
     @property
     def measures(self) -> bool:
-        """Whether this is a GPU, and no trial of the kit."""
+        """True if this is a GPU, and no trial of the kit."""
         return self.kind == "cuda"
 
     def left(self, limit: float) -> float:
@@ -264,7 +264,7 @@ def describe(kit: Kit) -> list[str]:
 
 
 def file_of(kit: Kit) -> Path:
-    """Where the table goes: named after the GPU and PyTorch."""
+    """Return where the table goes: named after the GPU and PyTorch."""
     name = torch.cuda.get_device_name(0) if kit.measures else f"trial-{kit.kind}"
     version = ".".join(torch.__version__.split(".")[:2])
     return RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower())}-torch-{version}.txt"

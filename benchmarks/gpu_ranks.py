@@ -50,7 +50,7 @@ class Ended:
 
 
 def run(function: Callable[..., Any], world: int, kind: str, backend: str, *args: object, limit: float) -> list[Ended]:
-    """What became of each rank, after ``limit`` seconds at most.
+    """Return what became of each rank, after ``limit`` seconds at most.
 
     ``kind`` is that of the devices: cuda, sim or cpu.
     """

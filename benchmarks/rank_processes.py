@@ -30,7 +30,7 @@ Turn = tuple[float, float]  # seconds of a step: until the host is done, until t
 
 
 def launch(function: Callable[..., Any], *args: object, world: int = 2) -> list[Any]:
-    """What ``function(rank, *args)``, a function of a module, returned in each of ``world`` processes."""
+    """Return what ``function(rank, *args)``, a function of a module, returned in each of ``world`` processes."""
     # forks of a server that has imported PyTorch start in no time; it ends with this process
     os.environ["OMP_NUM_THREADS"] = "1"  # also: a server with threads could not be forked safely
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)

@@ -75,7 +75,7 @@ def evaluate(run: lockstep.Session, model: nn.Module, data: Dataset) -> tuple[fl
 
 
 def train(run: lockstep.Session, options: Namespace) -> bool:
-    """Whether all epochs are done; else the run was stopped between two steps, and is saved."""
+    """Return True if all epochs are done; else the run was stopped between two steps, and is saved."""
     torch.set_num_threads(1)  # a network so small is not split further
     started = time.perf_counter()
     training, validation = load_handwriting()

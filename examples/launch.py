@@ -43,7 +43,8 @@ def choose(processes: int | None, arguments: Sequence[str]) -> tuple[int, list[s
 
 
 def meeting(hosts: int, meet: str | None, variables: Mapping[str, str]) -> list[str]:
-    """What torchrun is told of how many machines there are, and where they meet; exits where that makes no sense."""
+    """Return what torchrun is told of how many machines there are, and where they meet; exits where that makes no
+    sense."""
     if hosts > 1 and meet:
         return ["--nnodes", str(hosts), "--rdzv-backend", "c10d", "--rdzv-id", "launch", "--rdzv-endpoint", meet]
     if hosts > 1 or meet:

@@ -109,7 +109,7 @@ def fail(problem: Exception, wanted: bool) -> int:
 
 
 def command_to_resume(arguments: Sequence[str], processes: int) -> str:
-    """What goes on with this very run."""
+    """Return what goes on with this very run."""
     options = shlex.join([*(argument for argument in arguments if argument != "--resume"), "--resume"])
     return f"make train ARGS={shlex.quote(options)}" if processes > 1 else f"python examples/digits.py {options}"
 

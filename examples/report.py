@@ -44,7 +44,7 @@ class History:
         self.timeline = timeline
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return what a checkpoint holds of it."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Whether the digits example goes on with a run that is there, or begins anew."""
+"""True if the digits example goes on with a run that is there, or begins anew."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from options import BadOption
 
 
 def settings_of(options: Namespace) -> dict[str, float | None]:
-    """What the final weights depend on; a run goes on only under the settings it began with."""
+    """Return what the final weights depend on; a run goes on only under the settings it began with."""
     return {name: getattr(options, name) for name in ("epochs", "batch_size", "lr", "seed", "shares")}
 
 
@@ -28,7 +28,8 @@ def check_same(folder: Path, there: dict | None, here: dict) -> None:
 
 
 def go_on(run: lockstep.Session, folder: Path, options: Namespace, state: dict) -> bool:
-    """Whether the run goes on, as asked, or because torchrun has started the processes again; else it begins anew."""
+    """Return True if the run goes on, as asked, or because torchrun has started the processes again; else it begins
+    anew."""
     started_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     found = run.resume(folder, **state) if options.resume or started_again else None
     if options.resume or found:

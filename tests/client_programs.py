@@ -93,7 +93,8 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def in_one_process(copies: list[nn.Module], loss_of: Loss, batches: list[list[Any]]) -> list[list[Step]]:
-    """What DDP's definition gives for ``batches[step][rank]``: ``steps[step][rank]``. There is a copy for each rank.
+    """Return what DDP's definition gives for ``batches[step][rank]``: ``steps[step][rank]``. There is a copy for each
+    rank.
 
     Every forward begins with rank 0's buffers. Gradients are means: over two ranks, bitwise those of any order.
     """

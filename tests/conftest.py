@@ -275,7 +275,7 @@ def _children() -> set[int]:
 
 
 def _new(now: Callable[[], set], before: set) -> set:
-    """What is there beyond `before`, after a moment to end in."""
+    """Return what is there beyond `before`, after a moment to end in."""
     end = time.monotonic() + GRACE
     while (left := now() - before) and time.monotonic() < end:
         time.sleep(0.01)

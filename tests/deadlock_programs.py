@@ -44,7 +44,7 @@ class Ranks:
         return Ranks(self.groups, ranks)
 
     def is_over(self, group, number):
-        """Whether all ranks of the group have launched a collective."""
+        """Return True if all ranks of the group have launched a collective."""
         return all(self.ranks[member].launched[group] >= number for member in self.groups[group])
 
     def able(self):
@@ -79,7 +79,7 @@ class Ranks:
         return {number for number, rank in self.ranks.items() if not rank.is_done and self._waits(rank)}
 
     def sees_all(self):
-        """Whether all waits are seen."""
+        """Return True if all waits are seen."""
         return all(each.waits is None or each.waits[2] for rank in self.ranks.values() for each in rank.threads)
 
     def _waits(self, rank):
@@ -87,7 +87,7 @@ class Ranks:
         return all(each.waits is not None and not self.is_over(*each.waits[:2]) for each in live)
 
     def report(self, number):
-        """What a rank can say: nothing of its waits while one of its threads could launch something."""
+        """Return what a rank can say: nothing of its waits while one of its threads could launch something."""
         rank = self.ranks[number]
         if rank.is_done:
             return Report(launched=dict(rank.launched), has_left=True)

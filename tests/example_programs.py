@@ -30,7 +30,7 @@ def start(*command: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def run(*command: str, status: int = 0) -> tuple[str, str]:
-    """What a program that ends with this status writes to stdout and to stderr."""
+    """Return what a program that ends with this status writes to stdout and to stderr."""
     process = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, check=False)
     assert process.returncode == status, process.stderr
     return process.stdout, process.stderr
@@ -72,7 +72,7 @@ def run_with_rank_0_late(world: int, program: str, arguments: list[str], timeout
 
 
 def run_script_in_ranks(world: int, script: str, *arguments: str, timeout: float = 150.0) -> list[str]:
-    """What each rank prints of an example that these ranks run as torchrun's processes would."""
+    """Return what each rank prints of an example that these ranks run as torchrun's processes would."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return run_processes(world, _run_script, script, store.port, arguments, timeout=timeout)
 

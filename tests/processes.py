@@ -118,7 +118,8 @@ def be_launched(rank: Rank, port: int) -> None:
 
 
 def output_of(program: str) -> str:
-    """What a program prints in a process of its own without accelerators; its warnings and what it raises are errors.
+    """Return what a program prints in a process of its own without accelerators; its warnings and what it raises are
+    errors.
 
     For what needs no interpreter of its own: those that tests simulate are loaded in the process of the tests alone.
     """
@@ -185,7 +186,7 @@ def _outcome(rank: int, code: int, message: bytes | None, log: Path) -> tuple[fl
 
 
 def _source(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Where another process finds the function, whatever name pytest has given to its module."""
+    """Return where another process finds the function, whatever name pytest has given to its module."""
     if "<" in function.__qualname__:
         raise TypeError(f"{function.__qualname__} is not defined at module level")
     return function.__module__, inspect.getfile(function), function.__qualname__
@@ -249,7 +250,7 @@ def _main(
 
 
 def _place(device: str, rank: int) -> torch.device:
-    """Where tensors are made by default, from now on."""
+    """Return where tensors are made by default, from now on."""
     if not device:
         return CPU
     backend = simulator.load()

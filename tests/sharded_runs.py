@@ -50,7 +50,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two nested values have the same bits, in the same order."""
+    """Return True if two nested values have the same bits, in the same order."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):

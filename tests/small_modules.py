@@ -54,7 +54,7 @@ def fails_in_backward(x: torch.Tensor, fails: bool = True, error: type[Exception
 
 
 def error_of(call: Callable[[], Any]) -> type[Exception] | None:
-    """What a call raises; None if nothing."""
+    """Return what a call raises; None if nothing."""
     try:
         call()
     except Exception as error:

@@ -47,7 +47,7 @@ class Rank:
         return torch.Generator().manual_seed(1000 * seed + self.rank)
 
     def make(self, factory: Callable[[], Any], seed: int = 0) -> Any:
-        """What `factory()` gives under `torch.manual_seed(seed)`: with the same seed, the same on every rank."""
+        """Return what `factory()` gives under `torch.manual_seed(seed)`: with the same seed, the same on every rank."""
         with _random_numbers, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return factory()
@@ -61,7 +61,7 @@ class Rank:
         return [part.view(tensor.dtype).reshape(tensor.shape) for part in parts]
 
     def all_equal(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is the same on every rank, bit for bit (so a NaN equals itself)."""
+        """Return True if the tensor is the same on every rank, bit for bit (so a NaN equals itself)."""
         first, *others = (part.reshape(-1).view(torch.uint8) for part in self.gather(tensor))
         return all(torch.equal(first, other) for other in others)
 

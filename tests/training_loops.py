@@ -29,7 +29,7 @@ class Plan:
 
     lengths: tuple[int, ...]
     known: bool = True
-    """Whether loaders know their lengths."""
+    """True if loaders know their lengths."""
     window: int = 1
     """Micro-batches of each step."""
     weighted: bool = False
@@ -40,13 +40,13 @@ class Plan:
     hosts: str = ""
     device: str = ""
     context: bool = True
-    """Whether batches are left out by `skip_on`, else by `skip_batch`."""
+    """True if batches are left out by `skip_on`, else by `skip_batch`."""
     bad: tuple[tuple[int, int, int, str], ...] = ()
     """Batches that cannot be used: epoch, rank, batch, and where that shows."""
     stop: tuple[int, int, int] | None = None
     """When a rank asks to stop: epoch, rank, turn."""
     zeros: bool = False
-    """Whether gradients are set to zero, and not to None."""
+    """True if gradients are set to zero, and not to None."""
 
 
 def random_plan(seed: int) -> Plan:
@@ -191,7 +191,7 @@ def new_group(rank: Rank, number: int, store: dist.Store) -> Any:
 
 
 def alone(plan: Plan) -> dict[str, Any]:
-    """What one process does that has all ranks' batches."""
+    """Return what one process does that has all ranks' batches."""
     models = [Rank(0, 1, None).make(network, seed) for seed in range(plan.modules)]
     everything = [p for module in models for p in module.parameters()]
     optimizer = torch.optim.Adam(everything, lr=0.05)

@@ -30,7 +30,7 @@ PAGES = {  # names that are documented together, on one page
 
 
 def address(name: str) -> str | None:
-    """Where a name is documented; None if there is no such name."""
+    """Return where a name is documented; None if there is no such name."""
     if name.startswith("torch."):
         if not _exists(name):
             return None

@@ -223,7 +223,7 @@ def tree_of_shares() -> str:
 
 
 def rooms() -> str:
-    """What imports what."""
+    """Return what imports what."""
     p = Picture(960, 560, "The rooms of the library, and the main imports, from the upper ones to those below")
     named = {
         "cli": (20, 14, "cli/\nthe lockstep command", GREEN),
@@ -261,7 +261,7 @@ def rooms() -> str:
 
 
 def phases() -> str:
-    """What may follow what in a round of gradients."""
+    """Return what may follow what in a round of gradients."""
     p = Picture(960, 250, "The phases of a round of gradients")
     for x, y, name, colour in (
         (230, 30, "FILLING", BLUE), (500, 30, "FINALIZING", BLUE), (770, 30, "REDUCED", GREEN),

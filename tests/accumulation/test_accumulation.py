@@ -42,7 +42,7 @@ kinds = pytest.mark.parametrize("kind", ["module", "wrapper"])
 
 
 def switch(rank, kind):
-    """What the gradient is after each backward, under each way of saying that it shall not synchronise."""
+    """Return what the gradient is after each backward, under each way of saying that it shall not synchronise."""
     module = attach(rank, kind, one_weight())
     seen = []
 
@@ -209,7 +209,8 @@ def test_all_that_has_piled_up_is_synchronised(cap):
 
 
 def given_up_elsewhere(rank, cap):
-    """What has piled up in a layer that the plan has no place for is given up before the backward that synchronises."""
+    """What has piled up in a layer that the plan has no place for is given up before the backward that
+    synchronises."""
     module = lockstep.replicate(
         nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group, bucket_cap_mb=cap
     )

@@ -59,7 +59,7 @@ parts = pytest.mark.parametrize("part", [False, True], ids=["module", "part"])
 
 
 def refused(call, *args, **kwargs):
-    """What a round raises here."""
+    """Return what a round raises here."""
     with pytest.raises((OptionError, PeerError)) as caught:
         call(*args, **kwargs)
     return caught.value

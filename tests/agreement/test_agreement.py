@@ -426,7 +426,8 @@ def test_values_of_any_length_are_gathered(case, monkeypatch):
 
 
 def in_sync(rank, change):
-    """What check_in_sync says after `change(module)` on the last rank, and of a module that is not replicated."""
+    """Return what check_in_sync says after `change(module)` on the last rank, and of a module that is not
+    replicated."""
     module = rank.make(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     module.register_buffer("flags", torch.tensor([True, False]))
     lockstep.replicate(module, process_group=rank.group)

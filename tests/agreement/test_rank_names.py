@@ -184,7 +184,7 @@ CASES = {
 
 
 def in_a_group_of_some(rank, names):
-    """What each case raises; in groups of their own, so that no module shares one with another case's."""
+    """Return what each case raises; in groups of their own, so that no module shares one with another case's."""
     raised = {}
     for name in names:
         group = dist.new_group(MEMBERS)

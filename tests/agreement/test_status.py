@@ -31,7 +31,7 @@ ODD_WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 5e-324, 1.7976931348623157e308, 2.0**53
 
 
 def exchange(dtype, said, parameters=3, packed_buffers=0):
-    """What all ranks read if rank r says `said[r]`: (used, late, status, buffers); and the sum itself."""
+    """Return what all ranks read if rank r says `said[r]`: (used, late, status, buffers); and the sum itself."""
     world = len(said)
     layouts = [ReportLayout(parameters, rank, world, packed_buffers, dtype) for rank in range(world)]
     total = None

@@ -35,7 +35,7 @@ def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=()):
 
 
 def summary_of(verdict):
-    """What differs from a usual one, without what tests below look at in detail."""
+    """Return what differs from a usual one, without what tests below look at in detail."""
     usual = verdict._replace(loop=LoopVerdict())
     return {name: value for name, value in usual._asdict().items() if value != Verdict._field_defaults[name]}
 

@@ -69,7 +69,7 @@ def imports_of(module: str) -> Iterator[str]:
 
 @functools.cache
 def graph() -> dict[str, set[str]]:
-    """What each file imports; not when this file is imported, which all workers do."""
+    """Return what each file imports; not when this file is imported, which all workers do."""
     return {module: set(imports_of(module)) for module in FILES}
 
 

@@ -200,7 +200,7 @@ def _is(event: dict, what: str, attempt: int, kind: str = "") -> bool:
 
 
 def judge(plan: Plan, events: list[dict], fingerprint: str) -> Told:
-    """What is wrong with a run that has ended, and what followed each failure."""
+    """Return what is wrong with a run that has ended, and what followed each failure."""
     problems = [f"{each['fingerprint']} at the end" for each in events if _wrong_end(each, fingerprint)]
     if not any(each["what"] == "end" for each in events):
         problems.append("no rank has come to the end")

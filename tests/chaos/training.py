@@ -207,7 +207,7 @@ class Saved:
 
 
 def _patches(plan: Plan, trigger: Trigger) -> list[Any]:
-    """What brings the victim to grief in places that no program of a user has."""
+    """Return what brings the victim to grief in places that no program of a user has."""
 
     def before(name: str, call: Any) -> Any:
         def patched(*args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,7 @@ def test_what_is_waited_for_in_a_sampler_is_data_also_after_an_evaluation():
 
 
 def saves_on_rank_0_alone(rank, port, path, backend, steps):
-    """What the run raises, with its notes, as Python prints it."""
+    """Return what the run raises, with its notes, as Python prints it."""
     dist.destroy_process_group()
     be_launched(rank, port)
     try:

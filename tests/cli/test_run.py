@@ -46,7 +46,7 @@ def program(tmp_path):
     return str(tmp_path / "program.py")
 
 
-def test_a_program_gets_our_wrapper_and_the_group_that_was_asked_for_and_its_exit_status_is_ours(program):
+def test_a_program_gets_locksteps_wrapper_the_group_asked_for_and_its_exit_status(program):
     options = ("--ranks", "2", "--patch", "--backend", "shm")
     command = [sys.executable, "-m", "lockstep", "run", *options, program, "--its", "own", "7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
@@ -178,7 +178,7 @@ def patch():
     patch.undo()
 
 
-def test_the_classes_are_ours_wherever_they_are_found_and_can_be_put_back(monkeypatch):
+def test_lockstep_classes_are_used_wherever_they_are_found_and_can_be_put_back(monkeypatch):
     imported_before = types.ModuleType("imported_before")
     imported_before.Wrapper = torchs = torch.nn.parallel.DistributedDataParallel
     monkeypatch.setitem(sys.modules, "imported_before", imported_before)

@@ -47,7 +47,7 @@ def trained(rank, make, sharded, steps=8):
 
 
 def outcome(make):
-    """What comes of an optimizer: the same bits, an error by name, or other bits."""
+    """Return what comes of an optimizer: the same bits, an error by name, or other bits."""
     quiet()
     torch.manual_seed(0)
     plain = run_ranks(2, trained, make, False)

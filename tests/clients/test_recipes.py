@@ -20,7 +20,7 @@ QUIETLY = "import client_programs; client_programs.quiet()\n"
 
 
 def output_of(program: str, folder: Path, *options: str) -> str:
-    """What a program prints that `lockstep run` has started."""
+    """Return what a program prints that `lockstep run` has started."""
     (folder / "train.py").write_text(QUIETLY + program)
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {

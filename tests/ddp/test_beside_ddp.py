@@ -67,7 +67,7 @@ def outcomes() -> list[dict[str, dict[str, Any]]]:
 
 @pytest.fixture
 def of(outcomes, request):
-    """What each rank got in the case that the test is named after: (torch's by rank, ours by rank)."""
+    """Return what each rank got in the case that the test is named after: (torch's by rank, ours by rank)."""
     name = request.node.name.removeprefix("test_")
     return tuple([outcome[name][implementation] for outcome in outcomes] for implementation in ("torch", "lockstep"))
 

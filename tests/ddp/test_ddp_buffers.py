@@ -122,7 +122,7 @@ def two_forwards(rank, implementation):
     return scalars(ddp)
 
 
-def test_ours_never_writes_into_what_backward_has_saved():
+def test_lockstep_never_writes_into_what_backward_has_saved():
     """Rank r: x (1 + (1 + x)) with x = r + 1; the reference broadcasts into the second factor."""
     assert run_processes(2, two_forwards, "lockstep") == [[(1 * (1 + 2) + 2 * (1 + 3)) / 2]] * 2
     assert run_processes(2, two_forwards, "torch") != [[(1 * (1 + 2) + 2 * (1 + 3)) / 2]] * 2
@@ -136,5 +136,5 @@ def follow(rank, policy):
 
 
 @pytest.mark.parametrize(("policy", "wanted"), [("rank0", [0, 0]), ("mean", [0.5, 0.5]), ("local", [0, 1])])
-def test_ours_has_policies(policy, wanted):
+def test_lockstep_has_policies(policy, wanted):
     assert run_ranks(2, follow, policy) == [[value] * 2 for value in wanted]

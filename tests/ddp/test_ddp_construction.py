@@ -18,7 +18,7 @@ from small_modules import filled, one_weight
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-def test_ours_takes_the_arguments_of_the_reference():
+def test_lockstep_takes_the_arguments_of_the_reference():
     theirs = [*inspect.signature(nn.parallel.DistributedDataParallel).parameters.values()]
     ours = [*inspect.signature(lockstep.DistributedDataParallel).parameters.values()]
     for mine, wanted in zip(ours, theirs, strict=False):
@@ -245,7 +245,7 @@ def differ(rank):
     return results, scalars(wrapped)
 
 
-def test_ours_refuses_on_every_rank_modules_that_differ():
+def test_lockstep_refuses_on_every_rank_modules_that_differ():
     for results, grads in run_processes(2, differ):
         for other, (kinds, message) in results.items():
             assert {"RuntimeError", "ValueError"} <= {*kinds}, (other, kinds, message)
@@ -301,5 +301,5 @@ def load_plain_keys(rank):
     return frozen(torch.ones(1, 1)).item()
 
 
-def test_ours_takes_frozen_modules_and_the_keys_of_the_plain_one():
+def test_lockstep_takes_frozen_modules_and_the_keys_of_the_plain_one():
     assert run_processes(2, load_plain_keys) == [5.0, 5.0]

@@ -282,7 +282,7 @@ def test_checkpointing(implementation):
     assert_parity(run_processes(2, recompute, implementation, cases))
 
 
-def test_ours_checkpoints_without_a_flag():
+def test_lockstep_checkpoints_without_a_flag():
     cases = [(case, {}) for case in itertools.product((False, True), (1, 2), (False, True), (False,))]
     cases += [((False, times, shared, True), {}) for times in (1, 2) for shared in (False, True)]
     assert_parity(run_ranks(2, recompute, "lockstep", cases, True))

@@ -277,7 +277,7 @@ def compress_buckets(rank):
     return [rank.all_equal(parameter.grad) for parameter in ddp.parameters()]
 
 
-def test_ours_keeps_collectives_in_order_that_hooks_start_in_callbacks():
+def test_lockstep_keeps_collectives_in_order_that_hooks_start_in_callbacks():
     """With several buckets over Gloo those of the reference meet the wrong ones: it fails or hangs."""
     assert run_processes(2, compress_buckets) == [[True] * 4] * 2
 

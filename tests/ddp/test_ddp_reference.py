@@ -146,7 +146,7 @@ def no_sync_around_half(rank, implementation):
     return seen
 
 
-def test_ours_decides_in_backward_the_reference_in_forward():
+def test_lockstep_decides_in_backward_the_reference_in_forward():
     assert run_processes(2, no_sync_around_half, "lockstep") == [[1.5, 1.0], [1.5, 2.0]]
     assert run_processes(2, no_sync_around_half, "torch") == [[1.0, 1.5], [2.0, 1.5]]
 
@@ -176,7 +176,7 @@ def test_unused_on_some_ranks_counts_as_zero_and_on_all_is_left_alone(implementa
     assert results == [[[[0.5, 1.0, None], [8.5, 9.0, 8.0]]] * 2] * 2
 
 
-def test_ours_needs_no_flag():
+def test_lockstep_needs_no_flag():
     results = run_processes(2, use_branches, "lockstep", {})
     assert results == [[[[0.5, 1.0, None], [8.5, 9.0, 8.0]]] * 2] * 2
 
@@ -326,7 +326,7 @@ def one_output_after_the_other(rank, implementation):
     return first, scalars(ddp)
 
 
-def test_ours_synchronises_each_of_two_backwards_through_one_forward():
+def test_lockstep_synchronises_each_of_two_backwards_through_one_forward():
     assert run_processes(2, one_output_after_the_other, "lockstep") == [([1.5, None, None], [1.5, 1.5, None])] * 2
 
 
@@ -346,7 +346,7 @@ def around_forward(rank):
     return seen
 
 
-def test_ours_synchronises_past_forward_and_after_freezing_and_thawing():
+def test_lockstep_synchronises_past_forward_and_after_freezing_and_thawing():
     assert run_processes(2, around_forward) == [[[1.5, None], [1.5, 1.5], [1.5, 1.5], [None, 1.5], [1.5, 1.5]]] * 2
 
 

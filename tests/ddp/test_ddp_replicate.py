@@ -213,7 +213,7 @@ def better(rank):
     return seen
 
 
-def test_ours_does_better():
+def test_lockstep_does_better():
     for seen in run_processes(2, better):
         assert "TypeError" in seen.pop("misspelt")
         assert seen == {

@@ -39,12 +39,12 @@ class Block:
 
     @property
     def meets(self) -> bool:
-        """Whether it makes the default process group."""
+        """True if it makes the default process group."""
         return "init_process_group(" in self.code or "lockstep.session(" in self.code
 
     @property
     def can_run(self) -> bool:
-        """Whether what it imports is there; what it is written in has to be Python in any case."""
+        """True if what it imports is there; what it is written in has to be Python in any case."""
         found = [node for node in ast.walk(ast.parse(self.code)) if isinstance(node, ast.Import | ast.ImportFrom)]
         names = [
             name

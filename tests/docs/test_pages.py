@@ -111,7 +111,7 @@ def test_a_first_line_is_a_whole_sentence():
 
 
 def commands() -> list[str]:
-    """What readers are told to type: lines of blocks of commands, after the prompt or at the beginning."""
+    """Return what readers are told to type: lines of blocks of commands, after the prompt or at the beginning."""
     blocks = [
         block
         for page in PAGES

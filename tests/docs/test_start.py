@@ -45,7 +45,7 @@ def trials(page: str) -> list[Trial]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether all that is shown is printed, in order; ``...`` stands for anything, and lines may be broken."""
+    """Return True if all that is shown is printed, in order; ``...`` stands for anything, and lines may be broken."""
     prefixes = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
     parts = [prefixes.sub("", part).split() for part in shown.split("...")]
     text, place = " ".join(prefixes.sub("", printed).split()), 0

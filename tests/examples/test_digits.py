@@ -31,7 +31,7 @@ def newest(out):
 
 
 def load(out):
-    """What the newest checkpoint holds of the training."""
+    """Return what the newest checkpoint holds of the training."""
     names = ("model", "history", "settings", "order")
     return {name: torch.load(newest(out) / f"{name}.pt", map_location="cpu", weights_only=True) for name in names}
 
@@ -48,7 +48,7 @@ def copy_of(folder, to):
 
 
 def until(descriptor, pattern):
-    """What a terminal shows up to the pattern, or to the end of the process where that comes first."""
+    """Return what a terminal shows up to the pattern, or to the end of the process where that comes first."""
     shown = ""
     while not re.search(pattern, shown):
         try:

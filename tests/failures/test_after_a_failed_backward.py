@@ -37,7 +37,8 @@ def given(model):
 
 
 def steps_alike(rank, model):
-    """Whether an optimizer's step, without `zero_grad()`, does the same on every rank; and then a whole batch does."""
+    """Return True if an optimizer's step, without `zero_grad()`, does the same on every rank; and then a whole batch
+    does."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.step()
     alike = [rank.all_equal(parameter) for parameter in model.parameters()]

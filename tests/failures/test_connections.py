@@ -49,7 +49,8 @@ def test_no_send_is_lost_when_connections_end_while_collectives_run(numel, round
 
 
 def peer_of_a_rank_that_closes(rank):
-    """What a rank that has not shut anything down hears of one that has, before and after that one has closed."""
+    """Return what a rank that has not shut anything down hears of one that has, before and after that one has
+    closed."""
     group, connections, heard = dist.new_group(timeout=timedelta(seconds=2)), Connections(), []
     _find_connections_of_gloo(group, connections)
     dist.barrier()

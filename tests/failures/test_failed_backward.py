@@ -16,7 +16,7 @@ from threaded import count_collectives, run_ranks
 
 
 def good_step(rank, model, x=None):
-    """Whether a step gives the mean of 1 and 2, which tells of any round that is one too many, or too few."""
+    """Return True if a step gives the mean of 1 and 2, which tells of any round that is one too many, or too few."""
     model.zero_grad()
     model(x_of(rank) if x is None else x).sum().backward()
     return [parameter.grad.item() for parameter in model.parameters()] == [1.5] * len(list(model.parameters()))
@@ -37,7 +37,8 @@ class Detour(nn.Module):
 
 
 def fails_on_an_accelerator(rank, first):
-    """What this rank has sent by the time that the exception is here, and sums of the program's own behind it."""
+    """Return what this rank has sent by the time that the exception is here, and sums of the program's own behind
+    it."""
     model = lockstep.replicate(Detour(f"sim:{rank.rank}"), process_group=rank.group)
     if not first:
         good_step(rank, model)

@@ -37,7 +37,7 @@ def inputs(rank, seed=0):
 
 
 def mean_gradients(rank, model, seed):
-    """Whether backward makes the mean of what each rank would get alone."""
+    """Return True if backward makes the mean of what each rank would get alone."""
     x = inputs(rank, seed)
     own = torch.autograd.grad(model(x), list(model.parameters()))
     model.zero_grad()

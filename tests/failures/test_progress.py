@@ -25,7 +25,8 @@ def progress():
 
 
 def read(pid=0):
-    """What the pages of a process say, by default of this one, as others would read them; other tests' are left out."""
+    """Return what the pages of a process say, by default of this one, as others would read them; other tests' are left
+    out."""
     snapshots = []
     for page in pages_of(pid or os.getpid()):
         with page:

@@ -51,7 +51,7 @@ def pid_of(rank, other):
 
 
 def asked_while_stuck(rank, stuck):
-    """What rank 0 is told of rank 1, which does not come back."""
+    """Return what rank 0 is told of rank 1, which does not come back."""
     pid = pid_of(rank, 1)
     if rank.rank == 1:
         with answering():
@@ -67,7 +67,7 @@ def asked_while_stuck(rank, stuck):
 
 
 def repeated(call, text):
-    """What a call returns when there is a text in it, which may take a moment."""
+    """Return what a call returns when there is a text in it, which may take a moment."""
     deadline = time.monotonic() + 30
     while text not in (answer := call()) and time.monotonic() < deadline:
         time.sleep(0.01)

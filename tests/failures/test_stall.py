@@ -103,7 +103,7 @@ def release_rank_1(release, pid):
 
 
 def told(stuck, tmp_path, backend, whose, minimum=(1.0, 1.0)):
-    """What both ranks are told."""
+    """Return what both ranks are told."""
     release = tmp_path / "release"
     os.mkfifo(release)
     outcomes = run_processes(2, train, stuck, str(release), whose, minimum, backend=backend, errors=True)

@@ -101,7 +101,7 @@ def fail(_):
 
 
 def failed_pass():
-    """What a hook refers to that a failed pass was about to call."""
+    """Return what a hook refers to that a failed pass was about to call."""
     kept = torch.ones(1)
     weight = torch.ones(2, 2, requires_grad=True)
     weight.register_post_accumulate_grad_hook(fail)

@@ -63,16 +63,16 @@ class F(NamedTuple):
     layers: tuple[int, ...]
     module: int = 0
     past: bool = False
-    """Whether submodules are called instead of the module."""
+    """True if submodules are called instead of the module."""
     recompute: bool | None = None
-    """Whether layers are checkpointed: None no, True reentrant, False not."""
+    """True if layers are checkpointed: None no, True reentrant, False not."""
     norm: bool = False
     penalty: bool = False
-    """Whether the gradient of its input is part of the loss."""
+    """True if the gradient of its input is part of the loss."""
     void: tuple[int, ...] = ()
     """Layers whose weights get a gradient that is zero everywhere; -1 is the parameter without elements."""
     fail: bool = False
-    """Whether backward raises behind the first layer."""
+    """True if backward raises behind the first layer."""
 
 
 class Net(nn.Module):
@@ -171,20 +171,20 @@ class Setting(NamedTuple):
     cap: float | None = None
     """Size of a bucket in MiB."""
     wrap: bool = False
-    """Whether modules are wrapped, or replicated in place."""
+    """True if modules are wrapped, or replicated in place."""
     comm_hook: bool = False
     processes: bool = False
-    """Whether ranks are processes with a default group, or threads."""
+    """True if ranks are processes with a default group, or threads."""
     device: str = ""
     """The type of each rank's accelerator, if it has one."""
     own_groups: bool = False
-    """Whether each module has a group of its own."""
+    """True if each module has a group of its own."""
     buffers: str = "rank0"
     """The policy for buffers."""
     mixed: bool = False
-    """Whether forward runs in float32."""
+    """True if forward runs in float32."""
     half: bool = False
-    """Whether layers are in float32, and their gradients travel in float16; the rest is in float64."""
+    """True if layers are in float32, and their gradients travel in float16; the rest is in float64."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Setting(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether gradients are those of float64, but for its rounding."""
+        """True if gradients are those of float64, but for its rounding."""
         return not (self.mixed or self.half)
 
     def network(self) -> Net:

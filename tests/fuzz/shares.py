@@ -50,7 +50,7 @@ class Planned(NamedTuple):
     twice: bool
     updates: bool
     uses_other: bool
-    """Whether a second module takes part, if the program has one."""
+    """True if a second module takes part, if the program has one."""
 
 
 class Program(NamedTuple):
@@ -65,7 +65,7 @@ class Program(NamedTuple):
     has_other: bool
     cap: int
     rounds: bool
-    """Whether what can travel in bfloat16 does."""
+    """True if what can travel in bfloat16 does."""
     steps: tuple[Planned, ...]
 
 
@@ -179,7 +179,7 @@ CHANGES: dict[str, Callable[[Network, int], None]] = {
 
 
 def kept(net: Network) -> Callable[[], None]:
-    """What gives all modules the tensors and modules back that they have now."""
+    """Return what gives all modules the tensors and modules back that they have now."""
     slots = [
         (dictionary, dict(dictionary))
         for module in net.modules()
@@ -225,7 +225,7 @@ class Failed(Exception):
 
 
 def run(rank: Rank, program: Program, left_out: tuple[int, ...] = ()) -> list[str]:
-    """What each step has given: a digest of gradients, buffers and parameters, or an error."""
+    """Return what each step has given: a digest of gradients, buffers and parameters, or an error."""
     reduce_dtype = torch.bfloat16 if program.rounds else None
     options = {
         "shares": program.shares,
@@ -315,7 +315,7 @@ def each_tensor(net: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
 
 
 def find_failure(seed: int, length: int = 8) -> str | None:
-    """What is wrong with a program, if anything is."""
+    """Return what is wrong with a program, if anything is."""
     program = draw(seed, length)
     with mock.patch.object(reduction, "CAP_BYTES", program.cap):
         results = run_ranks(program.world, run, program, hosts=program.hosts, errors=True)

@@ -27,7 +27,7 @@ LIMIT = 100.0  # seconds, for processes that have CUDA and NCCL to start
 
 
 def waits_in(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What a call returns, and how often the host has waited for the GPU in it."""
+    """Return what a call returns, and how often the host has waited for the GPU in it."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

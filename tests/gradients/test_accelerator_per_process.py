@@ -27,7 +27,7 @@ def loss_of(rank, model):
 
 
 def is_the_mean(rank, model):
-    """Whether backward makes the mean of what each rank would get alone."""
+    """Return True if backward makes the mean of what each rank would get alone."""
     own = torch.autograd.grad(loss_of(rank, model), list(model.parameters()))
     model.zero_grad()
     loss_of(rank, model).backward()

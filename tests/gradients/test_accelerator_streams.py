@@ -161,7 +161,7 @@ def test_a_branch_that_is_unfrozen_is_taken_during_backward_again_after_three_pa
 
 
 def captured(rank, monkeypatch, warm_up):
-    """What a capture raises, and whether anything is sent in it; then training goes on."""
+    """Return what a capture raises, and whether anything is sent in it; then training goes on."""
     model, x = branches(rank), torch.ones(2, 3)
     for _ in range(warm_up):
         model(x).backward()

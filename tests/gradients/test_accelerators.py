@@ -69,7 +69,7 @@ def own_gradients(model, *args, **kwargs):
 
 
 def holds_means(rank, model, own, tolerance=1e-6):
-    """Whether parameters have the means of what all ranks have given, on this rank's accelerator."""
+    """Return True if parameters have the means of what all ranks have given, on this rank's accelerator."""
     for parameter, gradient in zip(model.parameters(), own, strict=True):
         wanted = sum(rank.gather(gradient)) / rank.world
         got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -80,7 +80,7 @@ def holds_means(rank, model, own, tolerance=1e-6):
 
 
 def step(rank, model, seed=0, **kwargs):
-    """Whether a backward makes means."""
+    """Return True if a backward makes means."""
     model.zero_grad()
     own = own_gradients(model, inputs(rank, seed), **kwargs)
     model(inputs(rank, seed), **kwargs).backward()
@@ -451,7 +451,7 @@ def test_a_batch_left_out_leaves_no_gradient_on_any_rank(control):
 
 
 def asked_to_stop(rank):
-    """Whether to stop, after each of some steps; in the last two rank 0 has a reason."""
+    """Return True if to stop, after each of some steps; in the last two rank 0 has a reason."""
     model, reasons, seen = replicated(rank, make=Whole), [], []
     decisions = lockstep.loop.stop_when(lambda: rank.rank == 0 and bool(reasons), rank.group)
     for seed in range(5):

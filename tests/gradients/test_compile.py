@@ -155,7 +155,8 @@ def test_compiled_before_after_and_inside_as_one_graph(name, backend, places):
 
 
 def compare_with_torch(rank):
-    """What the reference gives, compiled in the same places where it can be: it breaks the graph after wrapping."""
+    """Return what the reference gives, compiled in the same places where it can be: it breaks the graph after
+    wrapping."""
     plain = rank.make(Network)
     options = {"backend": "eager"}
     refused = failure(lambda: WAYS["torch"](copy.deepcopy(plain)).compile(fullgraph=True, **options))

@@ -333,7 +333,7 @@ def test_a_gradient_that_somebody_keeps_is_not_overwritten(how, size):
 
 
 def memory(rank):
-    """Where gradients lie in each step, if nobody keeps them."""
+    """Return where gradients lie in each step, if nobody keeps them."""
     module = lockstep.replicate(nn.ParameterList([torch.ones(4), torch.ones(3)]), process_group=rank.group)
     places = []
     for step in range(6):

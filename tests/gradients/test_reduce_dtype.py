@@ -31,7 +31,7 @@ def run(world, function, *args, groups="", **options):
 
 
 def mean_of(tensors, half):
-    """What the ranks are to get: one sum in the order of ranks, in float32, of what is rounded, and rounded."""
+    """Return what the ranks are to get: one sum in the order of ranks, in float32, of what is rounded, and rounded."""
     total = torch.zeros_like(tensors[0], dtype=torch.float32)
     for tensor in tensors:
         total += tensor.to(half).float()
@@ -78,7 +78,7 @@ def own_gradients(model, x, **kwargs):
 
 
 def holds_means(rank, model, own, half, factor=1.0):
-    """Whether the gradients are, bit for bit, what all ranks' make together; where there are none, they count as
+    """Return True if the gradients are, bit for bit, what all ranks' make together; where there are none, they count as
     zero."""
     for parameter, gradient in zip(model.parameters(), own, strict=True):
         wanted = mean_of(rank.gather(gradient), half) * factor

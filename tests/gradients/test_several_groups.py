@@ -151,7 +151,7 @@ def test_a_module_stays_with_the_default_group_over_which_it_was_replicated(shar
 
 
 def drops_the_other_module_in_a_pass(rank, store):
-    """What becomes of the group of a module that is dropped while a pass goes through another one."""
+    """Return what becomes of the group of a module that is dropped while a pass goes through another one."""
     groups = groups_of(rank, store, [[0, 1], [0, 1]])
     other, model = (lockstep.replicate(layers(), process_group=group) for group in groups)
     group, owned, seen = weakref.ref(groups[0]), [groups.pop(0), other], []

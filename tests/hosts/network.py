@@ -22,7 +22,7 @@ Where it is "ipv6", the hosts have no other addresses than those of IPv6.
 
 
 def missing(commands: tuple[str, ...] = ("ip", "unshare")) -> str:
-    """What this machine lacks for simulated hosts; empty if nothing."""
+    """Return what this machine lacks for simulated hosts; empty if nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root: hosts are network namespaces"
     lacks = [name for name in commands if shutil.which(name) is None]
@@ -150,7 +150,7 @@ class Hosts:
 
 
 def _settings(space: str) -> Path:
-    """What `ip netns exec` lays over /etc."""
+    """Return what `ip netns exec` lays over /etc."""
     return Path("/etc/netns") / space
 
 

@@ -125,7 +125,8 @@ def run(
     environment: dict[str, str] | None = None,
     patience: float = 15.0,
 ) -> list[Told]:
-    """What each rank is told, by rank; those that are still there after the promise and ``patience`` are ended."""
+    """Return what each rank is told, by rank; those that are still there after the promise and ``patience`` are
+    ended."""
     with Hosts(len(plan.ranks), names) as hosts:
         _start(plan, hosts, folder, master or hosts.address(0), environment or {})
         if plan.failure != "none":
@@ -145,7 +146,7 @@ def run(
 
 
 def judge(plan: Plan, told: list[Told]) -> list[str]:
-    """What is wrong with what the ranks were told."""
+    """Return what is wrong with what the ranks were told."""
     problems = []
     for each in told:
         if each.rank in plan.removed:
@@ -225,7 +226,7 @@ def _start(plan: Plan, hosts: Hosts, folder: Path, master: str, more: dict[str, 
 
 
 def _variables(plan: Plan, rank: int, master: str) -> dict[str, str | int]:
-    """What a launcher sets for a rank."""
+    """Return what a launcher sets for a rank."""
     host = plan.host_of(rank)
     local_rank, count = rank - plan.on_host(host)[0], plan.ranks[host]
     bare = {"RANK": rank, "WORLD_SIZE": plan.world, "MASTER_ADDR": master, "MASTER_PORT": PORT}
@@ -300,7 +301,7 @@ def _last_step(folder: Path, rank: int) -> int:
 
 
 def events_of(folder: Path, rank: int) -> list[dict]:
-    """What a rank has noted so far."""
+    """Return what a rank has noted so far."""
     with contextlib.suppress(FileNotFoundError):
         lines = (folder / f"{rank}.jsonl").read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]

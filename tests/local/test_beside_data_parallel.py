@@ -570,7 +570,7 @@ class State(nn.Module):
 
 
 def settings(parallel):
-    """What the replicas' forwards see under a caller who has set everything."""
+    """Return what the replicas' forwards see under a caller who has set everything."""
     x = torch.ones(2, 1, device="sim:0")
     token = setting.set("set")
     try:

@@ -569,7 +569,7 @@ def test_without_accelerators_the_module_runs_as_it_is():
 
 
 def test_attributes_of_a_subclass_are_its_own(devices, first, x):
-    """Whether they are set before or after the constructor of DataParallel, or later; as with PyTorch."""
+    """Return True if they are set before or after the constructor of DataParallel, or later; as with PyTorch."""
 
     class Named(Net):
         def __init__(self):

@@ -32,7 +32,8 @@ scripting = pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:Deprecati
 
 
 def on(device, make, *args, **kwargs):
-    """What ``make`` makes, on a device. (Not moved there: that would untie shared parameters of simulated devices.)"""
+    """Return what ``make`` makes, on a device. (Not moved there: that would untie shared parameters of simulated
+    devices.)"""
     with device:
         return make(*args, **kwargs)
 

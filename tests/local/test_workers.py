@@ -23,7 +23,7 @@ TIMEOUT = 30  # seconds, for events that come at once or never
 
 
 def run(function, count=2, devices=None):
-    """What ``function`` gives in each of ``count`` replicas."""
+    """Return what ``function`` gives in each of ``count`` replicas."""
     return parallel_apply([function] * count, [()] * count, devices=devices)
 
 
@@ -647,7 +647,7 @@ def ok():
 
 
 def shown(error):
-    """What a traceback ends with: the message, and the notes."""
+    """Return what a traceback ends with: the message, and the notes."""
     return "".join(traceback.format_exception_only(error))
 
 

@@ -61,7 +61,7 @@ def test_a_rank_that_has_run_out_begins_the_next_epoch_without_the_others_gradie
 
 
 def own_gradients(rank, synchronise):
-    """What is left of the last batch before a rank runs out, reduced or its own."""
+    """Return what is left of the last batch before a rank runs out, reduced or its own."""
     ddp = lockstep.DistributedDataParallel(Branches())
     with ddp.join():
         for batch in range([1, 3][rank.rank]):

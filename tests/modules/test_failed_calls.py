@@ -49,7 +49,7 @@ class HookedNet(Net):
 
 
 def contents(thing):
-    """What is in a dictionary of hooks or slots, and which object it is."""
+    """Return what is in a dictionary of hooks or slots, and which object it is."""
     kept = list(map(id, getattr(thing, "kept", ())))
     return id(thing), type(thing), [(key, id(value)) for key, value in (thing or {}).items()], kept
 
@@ -75,7 +75,7 @@ def state(module, rank):
 
 
 def numbers_of(modules):
-    """What ranks agree on as they register a module: after a failed call they must still agree."""
+    """Return what ranks agree on as they register a module: after a failed call they must still agree."""
     return modules.exclusive, modules.next_id, modules.order
 
 
@@ -128,7 +128,8 @@ NO_PLACES = ("broadcast_values", "<genexpr>")
 
 
 def is_out_of_scope(frame):
-    """Whether a frame belongs to a collective, to the undoing of a failed call, or to the end of another reducer."""
+    """Return True if a frame belongs to a collective, to the undoing of a failed call, or to the end of another
+    reducer."""
     while frame is not None:
         code = frame.f_code
         if code.co_qualname in ("ExitStack.__exit__", "Reducer.__del__"):

@@ -63,7 +63,7 @@ def environment(tmp_path_factory, wheel):
 
 
 def run(*command: str, **options) -> str:
-    """What a command prints; an error with all that it said if it fails."""
+    """Return what a command prints; an error with all that it said if it fails."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=variables, **options)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,7 +26,7 @@ RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def mark_as_killed() -> bool:
-    """Whether this is the first time."""
+    """Return True if this is the first time."""
     try:
         FOLDER.with_name("killed").touch(exist_ok=False)
     except FileExistsError:

@@ -23,7 +23,7 @@ OTHERS = {
 
 
 def starts(rank, port, given):
-    """What a session raises, by the options of all ranks."""
+    """Return what a session raises, by the options of all ranks."""
     dist.destroy_process_group()
     be_launched(rank, port)
     try:

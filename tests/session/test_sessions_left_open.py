@@ -114,7 +114,7 @@ def test_a_program_that_ends_is_told_of_as_it_does(what, status, told):
 
 
 def closes(rank, port):
-    """What is left of a session that was closed."""
+    """Return what is left of a session that was closed."""
     dist.destroy_process_group()
     be_launched(rank, port)
     with lockstep.session(timeout=60.0) as run:

@@ -8,7 +8,7 @@ from lockstep.shares.share_tree import PartialSums, ShareNode, add_in_tree_order
 
 
 def added_by(world: int, shares: int) -> str:
-    """What the ranks add, as a formula."""
+    """Return what the ranks add, as a formula."""
     parts: list[str] = []
     nodes: list[ShareNode] = []
     for rank in range(world):

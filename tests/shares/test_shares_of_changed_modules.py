@@ -23,7 +23,7 @@ HOSTS = ["--", "aa", "aab"]
 
 
 def on(hosts, function, *args, **options):
-    """What ranks on these hosts return; "-" is for Gloo."""
+    """Return what ranks on these hosts return; "-" is for Gloo."""
     return run_ranks(len(hosts), function, *args, hosts=hosts.replace("-", ""), **options)
 
 
@@ -40,8 +40,8 @@ def network():
 
 
 def train(rank, change, alone=False, steps=5, backs_out=None):
-    """What each step has given: gradients and buffers, or an error. After the second step the module is changed, on the
-    last rank only if `alone`; `backs_out` takes that back after the fourth."""
+    """Return what each step has given: gradients and buffers, or an error. After the second step the module is
+    changed, on the last rank only if `alone`; `backs_out` takes that back after the fourth."""
     model = lockstep.replicate(network(), shares=4, process_group=rank.group)
     data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
     found = []

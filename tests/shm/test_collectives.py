@@ -46,7 +46,8 @@ SIZES = [0, 1, 17, ONE_EXCHANGE, ONE_EXCHANGE + 1, CHUNK - 1, CHUNK + 1, 2 * CHU
 
 
 def combined(values, op="SUM"):
-    """What becomes of the ranks' tensors, in rank order; half precision of more than two is rounded at the end."""
+    """Return what becomes of the ranks' tensors, in rank order; half precision of more than two is rounded at the
+    end."""
     dtype = values[0].dtype
     if op == "AVG" and dtype in INTEGERS:
         return torch.stack(values).long().sum(0).div_(len(values), rounding_mode="trunc").to(dtype)

@@ -30,7 +30,7 @@ STEP = MessageKind.STEP
 
 
 def together(*functions):
-    """What the functions return, each called in a thread of its own."""
+    """Return what the functions return, each called in a thread of its own."""
     with ThreadPoolExecutor(len(functions)) as pool:
         return [future.result(20) for future in [pool.submit(function) for function in functions]]
 

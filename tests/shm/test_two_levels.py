@@ -61,7 +61,7 @@ def same(x, expected):
 
 
 def put_together(op, xs):
-    """What an operation makes of the tensors of all ranks, by arithmetic that has no rounding here."""
+    """Return what an operation makes of the tensors of all ranks, by arithmetic that has no rounding here."""
     if xs[0].dtype == torch.bool:
         return torch.stack(xs).all(0) if op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN) else torch.stack(xs).any(0)
     return OPS[op](xs).to(xs[0].dtype)
@@ -75,7 +75,7 @@ def all_reduced(rank, x, op=dist.ReduceOp.SUM):
 
 
 def over_hosts(group):
-    """Whether the ranks of a group found themselves on several hosts."""
+    """Return True if the ranks of a group found themselves on several hosts."""
     return group._runtime.inter_host is not None
 
 

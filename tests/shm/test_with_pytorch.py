@@ -36,7 +36,7 @@ def network(dtype=torch.float32):
 
 
 def batch(step, dtype=torch.float32):
-    """What all ranks together see in a step."""
+    """Return what all ranks together see in a step."""
     return torch.randn(12, 20, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
 
 
@@ -51,7 +51,7 @@ def train(model, rows):
 
 
 def single():
-    """What one process gets in double precision from all rows."""
+    """Return what one process gets in double precision from all rows."""
     return train(network(torch.float64), lambda x: x)
 
 
@@ -345,7 +345,7 @@ def profiled(rank):
 
 
 def profiler_shows_what_another_thread_ends():
-    """Whether this PyTorch's profiler has a label that one thread entered and another left; 2.11 has not."""
+    """Return True if this PyTorch's profiler has a label that one thread entered and another left; 2.11 has not."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], acc_events=True) as profiler:
         label = torch.autograd._record_function_with_args_enter("handed on")

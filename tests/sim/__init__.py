@@ -212,7 +212,7 @@ def reset_copies() -> None:
 
 
 def stream_log() -> list[Line]:
-    """What happened on streams since `reset_stream_log`, in order; the latest million lines."""
+    """Return what happened on streams since `reset_stream_log`, in order; the latest million lines."""
     lines = []
     for action, device, stream, event, source, target in torch.ops.lockstep_sim.stream_log().tolist():
         ends = (_name(source), _name(target)) if _ACTIONS[action] == "copy" else ()

@@ -22,7 +22,7 @@ def start(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def told(folder: Path) -> dict[int, dict]:
-    """What the ranks have written, by rank."""
+    """Return what the ranks have written, by rank."""
     return {int(file.stem): json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
 
 

@@ -48,7 +48,7 @@ def check(kills):
 
 
 def shared_memory():
-    """What is there, but for the folder of snapshots, which tests beside this one use."""
+    """Return what is there, but for the folder of snapshots, which tests beside this one use."""
     return {each for each in Path("/dev/shm").iterdir() if not each.name.startswith("lockstep-")}
 
 

@@ -44,7 +44,7 @@ def stopped_at(rank, folder, number):
 
 
 def saved_and_not(rank, kind, folder):
-    """What an uninterrupted run ends with: one that saves after every step, and one that never does."""
+    """Return what an uninterrupted run ends with: one that saves after every step, and one that never does."""
     plain = Run(rank, Kind(**kind))
     plain.train()
     wanted = plain.digests()

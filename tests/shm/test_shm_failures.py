@@ -42,7 +42,7 @@ SOON = 15.0  # seconds: on no machine as long as the time-out of a minute that w
 
 
 def error_of(call):
-    """What a call raises, as type and text, and the seconds that took."""
+    """Return what a call raises, as type and text, and the seconds that took."""
     begin = time.monotonic()
     try:
         call()
