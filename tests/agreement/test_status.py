@@ -1,39 +1,59 @@
-"""What ranks tell each other behind the last bucket: exact in every dtype and world size, added up as ranks would."""
+"""What ranks tell each other behind the last bucket: exact in every dtype that counts them, added up as ranks would."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+from fractions import Fraction
 
 import pytest
 import torch
 
 from lockstep.distributed.reduction.report.status import (
     MOST_STEPS,
+    STATUS_BYTES,
     UNKNOWN_STEPS,
     Part,
     Report,
     ReportLayout,
     Status,
+    Sums,
+    counts_exactly,
+    encode,
+    read_statuses,
+    sums_of,
+    write_status,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
+every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 256])
 
 FLAGS = ("stops", "ends", "changed", "weighted")
-ALL_FLAGS = dict.fromkeys(FLAGS, True)
 SOMETHING_ELSE = Status(
-    2**64 - 1, 2**64 - 1, Part.FAILED, **ALL_FLAGS, called=15, through=257, unused_forwards=9, steps=3, weight=7.0
+    2**64 - 1,
+    2**64 - 1,
+    Part.FAILED,
+    True,
+    True,
+    True,
+    True,
+    called=15,
+    through=257,
+    unused_forwards=9,
+    steps=3,
+    weight=7.0,
 )
-ODD_WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 5e-324, 1.7976931348623157e308, 2.0**53 - 1, 123456789.123, -1e-300, math.inf]
+ODD_WEIGHTS = [5e-324, 1.7976931348623157e308, -1.0, math.inf, math.nan, 2.0**48, 2.0**-28 / 3]
+WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 2.0**47 - 1, 123456789.123, 2.0**-27, 1e-7]
 
 
 def exchange(dtype, said, parameters=3, packed_buffers=0):
     """Return what all ranks read if rank r says `said[r]`: (used, late, status, buffers); and the sum itself."""
     world = len(said)
-    layouts = [ReportLayout(parameters, rank, world, packed_buffers, dtype) for rank in range(world)]
+    assert counts_exactly(dtype, world)
+    layouts = [ReportLayout(parameters, world, packed_buffers, dtype) for _ in range(world)]
     total = None
     for layout, (used, late, status, *load) in zip(layouts, said, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
@@ -72,10 +92,10 @@ def test_late_gradients_of_any_rank_are_known_to_all(dtype, world):
     said = [([1, 1, 1], [], Status())] * world
     said[-1] = ([1, 1, 1], [2, 0], Status())
     report, _ = exchange(dtype, said)
-    assert report == Report(None, [0, 2], [Status()] * world)
+    assert report == Report(None, [0, 2], sums_of([Status()] * world))
 
     report, _ = exchange(dtype, [([1, 1, 1], [1], Status())] * world)
-    assert report == Report(None, [1], [Status()] * world)
+    assert report == Report(None, [1], sums_of([Status()] * world))
 
 
 def test_a_module_without_parameters_has_a_report_too():
@@ -87,45 +107,77 @@ def test_a_module_without_parameters_has_a_report_too():
 # ---------------------------------------------------------------------------------- status
 
 
+def counted(statuses, **differ):
+    """Return the sums of statuses, counted one by one."""
+    known = [each for each in statuses if each.steps != UNKNOWN_STEPS]
+    weights = [each.weight for each in statuses if each.weighted]
+    odd = [each for each in weights if each in ODD_WEIGHTS or math.isnan(each)]
+    return Sums(
+        len(statuses),
+        *(
+            [each.part for each in statuses].count(part)
+            for part in (Part.PADDING, Part.JOINED, Part.SKIPS, Part.FAILED)
+        ),
+        *(sum(getattr(each, flag) for each in statuses) for flag in FLAGS),
+        without_weight=sum(not each.weighted and each.part not in (Part.PADDING, Part.JOINED) for each in statuses),
+        with_pass=sum(each.called != 0 for each in statuses),
+        with_steps=len(known),
+        with_odd_weight=len(odd),
+        weight=float(sum(Fraction(each) for each in weights if each not in odd)) if not odd else 0.0,
+        **{"differ": False, **differ},
+    )
+
+
 @every_dtype
-def test_parts_and_flags_of_each_rank(dtype):
+def test_parts_and_flags_are_counted(dtype):
     statuses = [
         Status(1000, 7, part, *flags) for part in Part for flags in itertools.product((False, True), repeat=len(FLAGS))
     ]
     random.Random(0).shuffle(statuses)
     report, _ = exchange(dtype, [([0, 0, 0], [], status) for status in statuses])
 
-    assert report.statuses == statuses
+    assert report == Report([False] * 3, (), counted(statuses))
 
 
 @every_dtype
-def test_numbers_arrive_bit_for_bit(dtype):
+def test_weights_are_summed_exactly(dtype):
     numbers = random.Random(1)
-    large, small = [0, 1, 15, 255, 256, 257, 2**16, 2**53 + 1, 2**64 - 1], [0, 14, 15, 255, 256, 65536, 2**32 - 1]
-    weights = [*ODD_WEIGHTS, *(numbers.expovariate(1e-6) for _ in range(30))]
-    statuses = [
-        Status(
-            numbers.choice(large),
-            numbers.choice(large),
-            weighted=True,
-            called=numbers.randrange(16),
-            through=numbers.choice(small),
-            unused_forwards=numbers.choice(small),
-            steps=numbers.choice([0, 1, MOST_STEPS, UNKNOWN_STEPS]),
-            weight=weight,
-        )
-        for weight in weights
-    ]
-    report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+    for weights in (WEIGHTS, [numbers.expovariate(1e-4) for _ in range(100)], [float(n) for n in range(200)]):
+        statuses = [Status(3, weighted=True, called=1, weight=weight) for weight in weights]
+        report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+        assert report.sums == counted(statuses)
+        assert report.sums.weight == math.fsum(weights)
+        assert not report.sums.name_ranks
 
-    assert report.statuses == statuses
+
+@pytest.mark.parametrize("weight", ODD_WEIGHTS)
+def test_weights_that_cannot_be_summed_are_gathered(weight):
+    sums = sums_of([Status(weighted=True, weight=weight), Status(weighted=True, weight=1.0)])
+    assert sums.with_odd_weight == 1
+    assert sums.name_ranks
 
 
 @every_dtype
-@pytest.mark.parametrize("difference", [1, 15, 240, 256, 2**32])
-def test_numbers_that_differ_are_told_apart(dtype, difference):
-    for statuses in [[Status(9), Status(9 + difference)], [Status(9, 7), Status(9, 7 + difference)]]:
-        assert exchange(dtype, [([1, 1, 1], [], status) for status in statuses])[0].statuses == statuses
+@pytest.mark.parametrize("field", ["round", "batch", "called", "unused_forwards", "steps"])
+def test_numbers_that_differ_are_told_apart(dtype, field):
+    usual = Status(9, 7, called=5, unused_forwards=6, steps=9)
+    bits = {"round": 64, "batch": 64, "called": 4, "unused_forwards": 32, "steps": 7}[field]
+    for bit in range(bits):
+        other = usual._replace(**{field: getattr(usual, field) ^ 1 << bit})
+        for statuses in ([usual, other], [other] + [usual] * 7):
+            report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+            assert report.sums == counted(statuses, differ=True)
+            assert report.sums.name_ranks
+
+
+def test_ranks_without_a_pass_or_a_number_of_steps_differ_from_nobody():
+    usual, passive = Status(9, called=1, unused_forwards=3, steps=2), Status(9, called=0, steps=UNKNOWN_STEPS)
+    assert not sums_of([usual, passive, usual]).differ
+    assert sums_of([usual, passive, usual._replace(steps=MOST_STEPS)]).differ
+
+
+def test_how_many_forwards_backward_went_through_may_differ():
+    assert exchange(torch.float32, [([1] * 3, [], Status(9, called=1, through=n)) for n in (1, 7)])[0] == Report(None)
 
 
 @every_dtype
@@ -135,28 +187,75 @@ def test_ranks_that_say_the_same_are_all_heard_if_it_has_consequences(dtype, wor
     for changes in [*({"part": part} for part in Part), *({flag: True} for flag in FLAGS)]:
         status = usual._replace(**changes)
         report, _ = exchange(dtype, [([1, 1, 1], [], status)] * world)
-        assert report == Report(None, (), () if status == usual else [status] * world)
+        assert report == Report(None, (), None if status == usual else counted([status] * world))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_rank_among_many_is_heard(dtype):
+    said = [([0, 0, 0], [], Status(7))] * 5000
+    for unusual in (Status(7, part=Part.FAILED), Status(8), Status(7, called=1)):
+        said[300] = ([0, 0, 0], [], unusual)
+        layout = ReportLayout(3, len(said), 0, dtype)
+        row = torch.zeros(layout.numel, dtype=dtype)
+        for used, late, status in said[:301:300]:
+            own = torch.empty_like(row)
+            layout.write(own, bytearray(used), late, status)
+            row += own * (len(said) - 1 if status == said[0][2] else 1)
+        sums = layout.read(row).sums
+        assert sums is None or (sums.ranks, sums.failed, sums.differ) == (5000, unusual.part == 5, unusual.round == 8)
+
+
+def test_the_row_does_not_grow_with_the_world():
+    sizes = {ReportLayout(0, world, 0, torch.float32).numel for world in (1, 64, 8192, 65536)}
+    assert len(sizes) == 1
+    assert 4 * sizes.pop() <= 2048
 
 
 @every_dtype
-def test_one_rank_among_many_is_heard(dtype):
-    said = [([0, 0, 0], [], Status(7))] * 512
-    said[300] = ([0, 0, 0], [], Status(7, part=Part.FAILED))
-    report, _ = exchange(dtype, said)
-
-    assert [rank for rank, status in enumerate(report.statuses) if status.part == Part.FAILED] == [300]
+def test_a_dtype_holds_the_row_of_as_many_ranks_as_it_counts(dtype):
+    most = {torch.bfloat16: 256, torch.float16: 2048, torch.float32: 2**24, torch.float64: 2**53}[dtype]
+    assert counts_exactly(dtype, most)
+    assert not counts_exactly(dtype, 2 * most)
+    ones = torch.tensor(float(most - 1), dtype=dtype) + 1
+    assert ones == most
+    assert ones + 1 == ones
 
 
 @every_dtype
 @pytest.mark.parametrize("status", [Status(7, 3, called=1), SOMETHING_ELSE], ids=["usual", "unusual"])
-def test_a_rank_that_says_nothing_says_what_this_one_does(dtype, status):
+def test_a_row_that_is_not_summed_is_that_of_one_rank(dtype, status):
     """As on a `fake` backend."""
-    for rank in range(4):
-        layout = ReportLayout(3, rank, 4, 0, dtype)
-        row = torch.empty(layout.numel, dtype=dtype)
-        layout.write(row, bytearray([1, 0, 1]), [], status)
+    layout = ReportLayout(3, 4, 0, dtype)
+    row = torch.empty(layout.numel, dtype=dtype)
+    layout.write(row, bytearray([1, 0, 1]), [], status)
 
-        assert layout.read(row) == Report([True, False, True], (), [status] * 4 if status == SOMETHING_ELSE else ())
+    sums = counted([status]) if status == SOMETHING_ELSE else None
+    assert layout.read(row) == Report([True, False, True], (), sums)
+
+
+def test_gathered_statuses_are_those_that_were_written():
+    numbers = random.Random(1)
+    large, small = [0, 1, 255, 2**53 + 1, 2**64 - 1], [0, 255, 256, 2**32 - 1]
+    statuses = [
+        Status(
+            numbers.choice(large),
+            numbers.choice(large),
+            numbers.choice(list(Part)),
+            *(numbers.random() < 0.5 for _ in FLAGS),
+            called=numbers.randrange(16),
+            through=numbers.choice(small),
+            unused_forwards=numbers.choice(small),
+            steps=numbers.choice([0, 1, MOST_STEPS, UNKNOWN_STEPS]),
+            weight=weight,
+        )
+        for weight in (*WEIGHTS, *ODD_WEIGHTS)
+        if not math.isnan(weight)
+    ]
+    gathered = torch.empty(STATUS_BYTES * len(statuses), dtype=torch.uint8)
+    for place, status in zip(gathered.split(STATUS_BYTES), statuses, strict=True):
+        write_status(place, status)
+
+    assert read_statuses(gathered) == statuses
 
 
 # ---------------------------------------------------------------------------------- packed_buffers
@@ -171,25 +270,25 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
     said = [([0, 1, 0], [2], status, nothing)] * world
     said[world // 2] = ([0, 1, 0], [2], status, load)
     report, row = exchange(dtype, said, packed_buffers=256)
-    layout = ReportLayout(3, 0, world, 256, dtype)
+    layout = ReportLayout(3, world, 256, dtype)
 
     assert torch.equal(row[layout.packed_buffers], load)
     assert layout.packed_buffers.stop == layout.numel == len(row)
-    assert report == Report([False, True, False], [2], [status] * world)
+    assert report == Report([False, True, False], [2], counted([status] * world))
 
 
 def test_writing_clears_what_the_row_held():
-    layout = ReportLayout(2, 1, 2, 3, torch.float32)
+    layout = ReportLayout(2, 2, 3, torch.float32)
     row = torch.full((layout.numel,), 9.0)
     layout.write(row, bytearray([1, 0]), [], Status(5))
 
-    assert row.count_nonzero() == 3  # one parameter, the round and the part
+    assert row.count_nonzero() == 1 + sum(encode(Status(5)))  # one parameter, and the status
     assert row[layout.packed_buffers].tolist() == [0.0] * 3
 
 
 @every_dtype
 def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
-    layouts = [ReportLayout(3, rank, 2, 0, dtype) for rank in range(2)]
+    layouts = [ReportLayout(3, 2, 0, dtype) for _ in range(2)]
     rows = torch.empty(2, layouts[0].numel, dtype=dtype)
 
     def told(*said):
@@ -209,13 +308,13 @@ def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
     for number in range(4, 6):
         assert told(usual(number, [1, 0, 1]), usual(number, [1, 0, 1])) == Report(some)
     assert told(usual(6, [1, 0, 1]), usual(6, [0, 0, 1])) == Report(some)
-    assert [status.round for status in told(usual(7), usual(8)).statuses] == [7, 8]
+    assert told(usual(7), usual(8)).sums.differ
     assert told(usual(9), usual(9)) == Report(None)
     assert told(usual(10), ([1, 1, 1], [2], usual(10)[2])).late == [2]
-    assert told(usual(11), usual(11, part=Part.FAILED)).statuses[1].part == Part.FAILED
+    assert told(usual(11), usual(11, part=Part.FAILED)).sums.failed == 1
     weighted = usual(12, weighted=True, weight=0.5)
-    assert told(weighted, weighted).statuses == [weighted[2]] * 2
+    assert told(weighted, weighted).sums.weight == 1.0
     assert told(usual(13), usual(13)) == Report(None)
-    assert told(usual(14), usual(14, unused_forwards=1)).statuses[1].unused_forwards == 1
+    assert told(usual(14), usual(14, unused_forwards=1)).sums.differ
     assert told(usual(15, steps=1), usual(15, steps=1)) == Report(None)
-    assert [status.steps for status in told(usual(16, steps=1), usual(16, steps=0)).statuses] == [1, 0]
+    assert told(usual(16, steps=1), usual(16, steps=0)).sums.differ

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
+from lockstep.distributed.reduction.report.status import (
+    MOST_STEPS,
+    UNKNOWN_STEPS,
+    Called,
+    Part,
+    Report,
+    Status,
+    sums_of,
+)
 from lockstep.distributed.reduction.report.verdict import LoopVerdict, Refusal, Verdict, judge, judge_loops
 from lockstep.errors import OptionError, PeerError
 
@@ -30,8 +40,14 @@ def through(called, forwards=1, unused_forwards=0, **fields):
 
 
 def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=()):
-    report = Report(used, late, statuses)
-    return judge(report, rank, ranks or range(len(statuses)), divisor or len(statuses))
+    """Return the verdict on statuses that have been gathered; where none has to be named, the sums give the same."""
+    report = Report(used, late, sums_of(statuses), statuses)
+    others = ranks or range(len(statuses)), divisor or len(statuses)
+    verdict = judge(report, rank, *others)
+    if not report.sums.name_ranks:
+        alone = judge(report._replace(statuses=()), rank, *others)
+        assert alone == verdict._replace(loop=verdict.loop._replace(going_on=None))
+    return verdict
 
 
 def summary_of(verdict):
@@ -127,6 +143,7 @@ def test_ranks_that_cannot_reduce_together(statuses, rank, words):
     assert type(error.exception()) is PeerError
     assert str(error.exception()) == error.message
     assert words in error.message
+    assert sums_of(statuses).name_ranks
 
 
 @pytest.mark.parametrize(
@@ -149,6 +166,32 @@ def test_ranks_that_cannot_reduce_together(statuses, rank, words):
 )
 def test_ranks_that_may_be_in_the_same_pass(statuses):
     assert verdict_of(*statuses).error is None
+
+
+def test_whatever_is_an_error_is_seen_in_the_sums():
+    draw = random.Random(0)
+    fields = {
+        "round": [5, 5, 5, 6],
+        "batch": [1, 1, 1, 2],
+        "part": list(Part),
+        "weighted": [False, True],
+        "called": [0, TRAINING, TRAINING, EVALUATION, UNKNOWN],
+        "through": [1, 2],
+        "unused_forwards": [0, 0, 1],
+        "steps": [1, 1, 0, UNKNOWN_STEPS],
+    }
+    errors = 0
+    for _ in range(3000):
+        varied = draw.sample(list(fields), draw.randint(0, 3))
+        usual = {name: draw.choice(values) for name, values in fields.items()}
+        statuses = [
+            Status(**{**usual, **{name: draw.choice(fields[name]) for name in varied}})
+            for _ in range(draw.choice([2, 3, 5]))
+        ]
+        found = verdict_of(*statuses).error
+        assert found is None or sums_of(statuses).name_ranks, statuses
+        errors += found is not None
+    assert 500 < errors < 2500
 
 
 def test_ranks_are_named_as_those_of_the_default_group():
@@ -217,18 +260,18 @@ def test_who_uses_what_is_handed_on():
 @pytest.mark.parametrize(
     ("statuses", "expected"),
     [
-        ([USUAL, USUAL, USUAL], {"going_on": [0, 1, 2]}),
-        ([USUAL, says(stops=True), USUAL], {"stops": True, "going_on": [0, 1, 2]}),
-        ([says(ends=True), USUAL, USUAL], {"some_end": True, "going_on": [1, 2]}),
-        ([says(Part.PADDING, ends=True), USUAL, USUAL], {"some_end": True, "going_on": [1, 2]}),
-        ([PADDING, USUAL, USUAL], {"some_end": True, "going_on": [0, 1, 2]}),  # in a loop around this one
-        ([says(ends=True)] * 2, {"some_end": True, "all_end": True}),
-        ([SKIPS, USUAL], {"skipped": True, "going_on": [0, 1]}),
-        ([says(Part.PADDING, ends=True)] * 2, {"some_end": True, "all_end": True, "skipped": True}),
-        ([FAILED, says(stops=True)], {"stops": True, "going_on": [0, 1]}),
+        ([USUAL, USUAL, USUAL], {}),
+        ([USUAL, says(stops=True), USUAL], {"stops": True}),
+        ([says(ends=True), USUAL, USUAL], {"some_end": True, "ends": 1, "going_on": [1, 2]}),
+        ([says(Part.PADDING, ends=True), USUAL, USUAL], {"some_end": True, "ends": 1, "going_on": [1, 2]}),
+        ([PADDING, USUAL, USUAL], {"some_end": True}),  # in a loop around this one
+        ([says(ends=True)] * 2, {"some_end": True, "all_end": True, "ends": 2}),
+        ([SKIPS, USUAL], {"skipped": True}),
+        ([says(Part.PADDING, ends=True)] * 2, {"some_end": True, "all_end": True, "skipped": True, "ends": 2}),
+        ([FAILED, says(stops=True)], {"stops": True}),
     ],
     ids=str,
 )
 def test_what_loops_are_to_know(statuses, expected):
-    assert judge_loops(statuses) == LoopVerdict(**expected)
+    assert judge_loops(sums_of(statuses), statuses) == LoopVerdict(**expected)
     assert verdict_of(*statuses).loop == LoopVerdict(**expected)

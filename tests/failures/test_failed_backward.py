@@ -58,7 +58,8 @@ def test_a_failure_is_told_before_the_program_has_its_exception(sim, first):
     failing, told = run_ranks(2, fails_on_an_accelerator, first)
     for seen, kind in ((failing, ArithmeticError), (told, PeerError)):
         more = int(first)  # in the first round ranks compare their communication hooks
-        assert seen == [(kind, 1 + more, 2 + more, 2.0, True)] + [(kind, 1, 2, 2.0, True)] * 19
+        # The report, and then the statuses of the ranks.
+        assert seen == [(kind, 2 + more, 3 + more, 2.0, True)] + [(kind, 2, 3, 2.0, True)] * 19
 
 
 def fails_everywhere_on_an_accelerator(rank):

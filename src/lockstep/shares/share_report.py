@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep._base.digests import text_digest
 from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.report.status import Part, Status
+from lockstep.distributed.reduction.report.status import Part, Status, sums_of
 from lockstep.distributed.reduction.report.verdict import LoopVerdict, judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.share_step import Step
@@ -160,7 +160,8 @@ def check_modes(heads: Sequence[Head], collectives: Collectives) -> None:
 def loops_of(heads: Sequence[Head]) -> LoopVerdict:
     """Return the part of the verdict that concerns loops."""
     parts = {True: Part.SKIPS, False: Part.FULL}
-    return judge_loops([Status(part=parts[head.skips], stops=head.stops, ends=head.ends) for head in heads])
+    statuses = [Status(part=parts[head.skips], stops=head.stops, ends=head.ends) for head in heads]
+    return judge_loops(sums_of(statuses), statuses)
 
 
 def weights_of_all(reports: Sequence[ShareReport]) -> list[float] | None:

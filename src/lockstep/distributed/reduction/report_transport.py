@@ -5,7 +5,16 @@ from torch import Tensor
 
 from lockstep.distributed.comm.collectives import Collectives, Pending
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
-from lockstep.distributed.reduction.report.status import Part, Report, ReportLayout, Status
+from lockstep.distributed.reduction.report.status import (
+    STATUS_BYTES,
+    Part,
+    Report,
+    ReportLayout,
+    Status,
+    counts_exactly,
+    read_statuses,
+    write_status,
+)
 
 _OWN_DTYPE = torch.float32
 
@@ -26,7 +35,10 @@ class ReportTransport:
         behind: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        """Lay out the report: on ``device``, behind gradients of dtype ``behind``, or on its own if that is None."""
+        """Lay out the report: on ``device``, behind gradients of dtype ``behind``, or on its own if that is None or
+        cannot count the ranks."""
+        if behind is not None and not counts_exactly(behind, collectives.world):
+            behind = None
         dtype = behind or _OWN_DTYPE
         packed = buffers.plan_packing(dtype)
         self._collectives = collectives
@@ -36,7 +48,7 @@ class ReportTransport:
         self.has_buffers = packed > 0
         row_dtype = _OWN_DTYPE if self.splits else dtype
         in_row = 0 if self.splits else packed
-        self._layout = ReportLayout(parameters, collectives.rank, collectives.world, in_row, row_dtype)
+        self._layout = ReportLayout(parameters, collectives.world, in_row, row_dtype)
         self._packed = slice(0, packed) if self.splits else self._layout.packed_buffers
         self.numel = (packed if self.splits else self._layout.numel) if behind is not None else 0
         """The number of elements that follow the gradients of the last bucket."""
@@ -69,8 +81,12 @@ class ReportTransport:
         return self._collectives.all_reduce(row, what, blocking=blocking)
 
     def read(self, row: Tensor) -> Report:
-        """Return the reports of all ranks."""
+        """Return what the reports of all ranks add up to."""
         return self._layout.read(row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row)
+
+    def gather_statuses(self, status: Status, what: str) -> "GatheredStatuses":
+        """Begin to gather the status of each rank, which all do, or none."""
+        return GatheredStatuses(self._collectives, status, what)
 
     def read_aborted(self, row: Tensor | None) -> Report | None:
         """Return the reports of a round aborted on this rank; None if it sent none, or with another layout."""
@@ -80,3 +96,19 @@ class ReportTransport:
         """Assign the small buffers received in ``row``, the one behind the last bucket, or in :attr:`own_buffers`."""
         place = row if self.own_buffers is None else self.own_buffers
         self._buffers.read(place[self._packed])
+
+
+class GatheredStatuses:
+    """An all-gather of statuses under way."""
+
+    def __init__(self, collectives: Collectives, status: Status, what: str) -> None:
+        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+        write_status(own, status)
+        device = collectives.device
+        self._all = torch.zeros(STATUS_BYTES * collectives.world, dtype=torch.uint8, device=device)
+        self._pending = collectives.all_gather_flat(self._all, own.to(device), what)
+
+    def wait(self) -> list[Status]:
+        """Return the status of each rank."""
+        self._pending.wait()
+        return read_statuses(self._all.cpu())

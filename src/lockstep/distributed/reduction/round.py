@@ -25,8 +25,9 @@ from lockstep.distributed.reduction.buckets.gradient_buckets import NO_ROW, Grad
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
-from lockstep.distributed.reduction.report.status import Part, Status
+from lockstep.distributed.reduction.report.status import Part, Status, Sums
 from lockstep.distributed.reduction.report.verdict import Verdict, judge, judge_loops
+from lockstep.distributed.reduction.report_transport import GatheredStatuses
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 
 
@@ -68,6 +69,7 @@ class Round:
         self._used = own.contribution.used
         self._behind = NO_ROW  # the report behind the last bucket
         self._aborted_row: Tensor | None = None
+        self._aborted_statuses: GatheredStatuses | None = None
         self._decisions = common.decisions
         self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
         self._batch = self._decisions.batch
@@ -267,6 +269,8 @@ class Round:
         """
         common, transport, own = self._common, self._common.transport, self._own
         report = transport.read(self._behind if transport.own_row is None else transport.own_row)
+        if report.sums is not None and self._names_ranks(report.sums):
+            report = report._replace(statuses=self._gather_statuses().wait())
         ranks = common.collectives
         verdict = judge(report, ranks.rank, ranks.global_ranks, common.gradient_divide_factor)
         is_usual = verdict.is_usual and self._decisions.is_default
@@ -291,6 +295,14 @@ class Round:
         elif verdict.late or common.plan.observes:
             common.adapt(verdict)
         return used
+
+    def _names_ranks(self, sums: Sums) -> bool:
+        """Return True if the verdict names ranks; the same on all of them."""
+        return sums.name_ranks or self._decisions.innermost.needs_names(sums.ends, sums.ends == sums.ranks)
+
+    def _gather_statuses(self) -> GatheredStatuses:
+        """Begin to gather the status of each rank, after the report, which has told all ranks that it is needed."""
+        return self._common.transport.gather_statuses(self._said, f"statuses, round {self.number}")
 
     def _agree(self, verdict: Verdict) -> Sequence[ManagedParameter] | None:
         """Carry out the agreement that the verdict asks for; return new parameters of which some rank has a gradient,
@@ -393,15 +405,17 @@ class Round:
         if common.transport.own_row is not None:
             self._aborted_row = common.transport.own_row
             self._send_own(self._aborted_row, "aborted report")
+        self._aborted_statuses = self._gather_statuses()  # as the report tells all ranks
 
     def finish_aborted(self) -> None:
         """Return when all messages of a round that this rank has aborted have arrived, and its loop has read the
         report."""
         self._wait_aborted()
         self._common.buffers.drop_large()
+        statuses = [] if self._aborted_statuses is None else self._aborted_statuses.wait()
         report = self._common.transport.read_aborted(self._aborted_row)
-        if report is not None:
-            self._decisions.update(judge_loops(report.statuses), self._batch, self._loop, aborted=True)
+        if report is not None and report.sums is not None:
+            self._decisions.update(judge_loops(report.sums, statuses), self._batch, self._loop, aborted=True)
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
 

@@ -57,6 +57,7 @@ class Loop:
         self.said = LoopVerdict()
         """The report of the last round."""
         self._active: _Active | None = None  # None before the first batch
+        self._ended = 0  # number of ranks of which it is known that they have no batch after the last round's
 
     def next_batch(self, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
         """Go to the next batch: see :meth:`Decisions.next_batch`."""
@@ -68,9 +69,15 @@ class Loop:
         """Take over a report: see :meth:`Decisions.update`; ``is_over``: the loop is at a later batch now."""
         self.said = said
         if self.looks_ahead and self._active is not None:
-            self._active = _Active(said.going_on if is_over else self._active.now, said.going_on)
+            going_on = said.going_on if self.needs_names(said.ends, said.all_end) else self._active.next
+            self._active = _Active(going_on if is_over else self._active.now, going_on)
+            self._ended = said.ends
         if not aborted:
             self.note(skipped=said.skipped, failed=False, raised=False)
+
+    def needs_names(self, ends: int, all_end: bool) -> bool:
+        """Return True if it is to be known which ranks have no batch after this one, now that ``ends`` have none."""
+        return self.looks_ahead and ends != self._ended and not all_end
 
     def note(self, **changes: bool) -> None:
         """Note something of the current batch."""

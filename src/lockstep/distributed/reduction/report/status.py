@@ -1,21 +1,32 @@
-"""The status that each rank reports in a round, and the row of numbers that carries the statuses of all ranks.
+"""The status of each rank in a round, and the row of numbers that tells all ranks what their statuses add up to.
 
-The row is summed over the ranks together with the gradients, so it needs no collective of its own. Each rank writes
-bytes in places of its own, which every floating dtype of at least 16 bits represents exactly, or ones, whose sum is
-only compared with zero::
+The row is summed over the ranks together with the gradients, so it needs no collective of its own. Its length does not
+depend on the number of ranks: each rank writes zeros and ones, and their sums tell everything that a usual round has to
+know::
 
-    used     one for each parameter    1 if this rank contributes a gradient
-    late     one for each parameter    1 if a gradient came after its bucket had left, or has no bucket
-    status   39 for each rank          the bytes of its :class:`Status`
-    buffers  the rest                  small buffers (``buffers.py``)
+    used      one for each parameter   1 if this rank contributes a gradient
+    late      one for each parameter   1 if a gradient came after its bucket had left, or has no bucket
+    place     128                      the bits of the numbers of its round and of its batch
+    counts    13                       ones in places that count ranks: see :class:`Sums`
+    calls     48                       the bits of what it has counted: forwards, steps of optimizers
+    weight    128                      the bits of its weight, as a fixed-point number
+    buffers   the rest                 small buffers (``buffers.py``)
+
+All ranks have written the same number if and only if each of its bits adds up to 0 or to the number of ranks. Sums of
+weights are exact. Only where ranks have to be named do they gather their statuses, in a collective of its own
+(:attr:`Sums.name_ranks`). A dtype can hold the row if it counts the ranks exactly (:func:`counts_exactly`).
 
 ``verdict.py`` has the rules about statuses; ``pass_log.py`` counts what a status says of forwards and passes.
 """
 
+import functools
+import itertools
+import math
 import struct
 from collections.abc import Sequence
 from ctypes import string_at
 from enum import Flag, IntEnum, auto
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -54,7 +65,7 @@ class Called(Flag):
 
 
 class Status(NamedTuple):
-    """How one rank takes part in a round; fields are packed in this order."""
+    """How one rank takes part in a round; fields are packed in this order where statuses are gathered."""
 
     round: int = 0
     """The number of the round."""
@@ -88,6 +99,130 @@ _FLAGS = slice(Status._fields.index("part"), Status._fields.index("called"))
 _USUAL = Status()[_FLAGS]
 
 
+class Sums(NamedTuple):
+    """What the statuses of all ranks add up to: numbers of ranks, and the total of their weights."""
+
+    ranks: int
+    """All of them; on a ``fake`` backend, which sums nothing, this one alone."""
+    padding: int
+    joined: int
+    skips: int
+    failed: int
+    """The four by their :class:`Part`."""
+    stops: int
+    ends: int
+    changed: int
+    weighted: int
+    """The four by their flags."""
+    without_weight: int
+    """Those that have not run out, and have no weight."""
+    with_pass: int
+    """Those with a backward pass of their own."""
+    with_steps: int
+    """Those that know their number of optimizer steps."""
+    with_odd_weight: int
+    """Those whose weight is no fixed-point number."""
+    differ: bool
+    """True if ranks are not in the same round, batch, pass or step, as far as they say; :func:`judge` has the rules."""
+    weight: float
+    """The total of all weights."""
+
+    @property
+    def name_ranks(self) -> bool:
+        """True if the verdict depends on which ranks have said what. Ranks that skip or fail know so in advance."""
+        some_without = self.weighted > 0 and self.without_weight > 0
+        return self.differ or self.skips > 0 or self.failed > 0 or some_without or self.with_odd_weight > 0
+
+
+_COUNTS = len(Sums._fields) - 2
+_PLACE_BITS = 128  # the round and the batch
+_PASS_BITS = 40  # how the pass called the module, and the forwards left out
+_STEP_BITS, _WEIGHT_BITS = 8, 128
+_SIZE = _PLACE_BITS + _COUNTS + _PASS_BITS + _STEP_BITS + _WEIGHT_BITS
+_WEIGHT_UNIT = 1 << 80  # weights of 2**-27 to 2**47 are exact
+_ZERO_OR_ONE = bytes.maketrans(b"01", b"\0\1")
+_PLACE_VALUES = [1 << place for place in reversed(range(_WEIGHT_BITS))]
+
+
+def counts_exactly(dtype: torch.dtype, ranks: int) -> bool:
+    """Return True if sums of so many ones are exact in a dtype."""
+    return ranks <= 2 / torch.finfo(dtype).eps
+
+
+def _in_fixed_point(weight: float) -> int | None:
+    """Return a weight as a number of units, or None if it is none."""
+    if not 0 <= weight < math.inf:
+        return None
+    numerator, denominator = weight.as_integer_ratio()
+    units, rest = divmod(numerator * _WEIGHT_UNIT, denominator)
+    return None if rest or units >> _WEIGHT_BITS - 1 else units
+
+
+def encode(status: Status) -> bytes:
+    """Return what a rank adds to the row."""
+    return _bits(status.round << 64 | status.batch, _PLACE_BITS) + _encode_rest(*status[2:])
+
+
+@functools.lru_cache(maxsize=64)  # it is the same in most rounds
+def _encode_rest(
+    part: int,
+    stops: bool,
+    ends: bool,
+    changed: bool,
+    weighted: bool,
+    called: int,
+    through: int,
+    unused_forwards: int,
+    steps: int,
+    weight: float,
+) -> bytes:
+    """Return the counts, and the bits of the numbers that are no place; the fields of :class:`Status` say which."""
+    del through  # compared only if ranks have left out different numbers of forwards
+    has_pass, knows_steps, has_run_out = called != 0, steps != UNKNOWN_STEPS, part in (Part.PADDING, Part.JOINED)
+    units = _in_fixed_point(weight) if weighted else 0
+    counts = bytes(
+        (
+            True,
+            part == Part.PADDING,
+            part == Part.JOINED,
+            part == Part.SKIPS,
+            part == Part.FAILED,
+            stops,
+            ends,
+            changed,
+            weighted,
+            not (weighted or has_run_out),
+            has_pass,
+            knows_steps,
+            units is None,
+        )
+    )
+    calls = (called << 32 | unused_forwards if has_pass else 0) << 8 | (steps if knows_steps else 0)
+    return counts + _bits(calls, _PASS_BITS + _STEP_BITS) + _bits(units or 0, _WEIGHT_BITS)
+
+
+def _bits(number: int, count: int) -> bytes:
+    return format(number, f"0{count}b").encode().translate(_ZERO_OR_ONE)
+
+
+def decode(places: Sequence[float]) -> Sums:
+    """Return what all ranks have written together, by place."""
+    rest = iter(places)
+    place, counts, passes, steps, weights = (
+        list(itertools.islice(rest, size)) for size in (_PLACE_BITS, _COUNTS, _PASS_BITS, _STEP_BITS, _WEIGHT_BITS)
+    )
+    told = Sums._make((*map(int, counts), False, 0.0))
+    alike = {0, told.ranks}.issuperset(place) and {0, told.with_pass}.issuperset(passes)
+    alike = alike and {0, told.with_steps}.issuperset(steps)
+    weight = sum(map(mul, map(int, weights), _PLACE_VALUES)) if told.weighted else 0
+    return told._replace(differ=not alike, weight=weight / _WEIGHT_UNIT)
+
+
+def sums_of(statuses: Sequence[Status]) -> Sums:
+    """Return what statuses add up to, as the row would."""
+    return decode([sum(column) for column in zip(*map(encode, statuses), strict=True)])
+
+
 class Report(NamedTuple):
     """What all ranks have reported in a round."""
 
@@ -95,109 +230,83 @@ class Report(NamedTuple):
     """For each parameter, True if any rank has a gradient; None if all parameters have one."""
     late: Sequence[int] = ()
     """Parameters of which some rank has a late gradient."""
+    sums: Sums | None = None
+    """What the statuses add up to; None if all are the same, with no consequences besides gradients."""
     statuses: Sequence[Status] = ()
-    """The status of each rank; empty if all are the same, with no consequences besides gradients."""
+    """The status of each rank, if they have been gathered."""
 
 
 class ReportLayout:
     """The places in the row."""
 
-    def __init__(self, parameters: int, rank: int, world: int, packed_buffers: int, dtype: torch.dtype) -> None:
+    def __init__(self, parameters: int, world: int, packed_buffers: int, dtype: torch.dtype) -> None:
         """``dtype``: of the row."""
         self._parameters = parameters
-        self._rank = rank
-        self._world = world
         self._late = parameters
         self._none_late = bytes(parameters)
         self._status = 2 * parameters
-        start = self._status + _FORMAT.size * world
+        start = self._status + _SIZE
         self.packed_buffers = slice(start, start + packed_buffers)
         self.numel = self.packed_buffers.stop
         self.has_buffers = packed_buffers > 0
-        self._said = Status()
-        self._head = bytearray(self.packed_buffers.start)
+        self._is_usual = False
+        self._head = bytearray(start)
         self._numbers = torch.frombuffer(self._head, dtype=torch.uint8)
-        self._own_status = self._status + _FORMAT.size * rank
-        self._alike = _UnanimousRow(self._numbers, dtype, parameters, slice(self._status, start), rank, world)
+        with torch.inference_mode(False):
+            self._alike = torch.zeros(start, dtype=dtype, device="cpu")
+            self._ranks = torch.tensor(world, dtype=dtype, device="cpu")  # a multiplication by a float takes longer
+        self._alike_status, self._own_status = self._alike[self._status :], self._numbers[self._status :]
+        self._known: tuple[bytearray | None, Report] = None, Report(None)
 
     def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: Status) -> None:
-        """Write this rank's places of a row of ``numel`` elements, and clear all others."""
+        """Write this rank's row of ``numel`` elements, and zeros in the places of the buffers."""
         head = self._head
         head[: self._parameters] = used
         head[self._late : self._status] = self._none_late
         for index in late:
             head[self._late + index] = 1
-        _FORMAT.pack_into(head, self._own_status, *status)
-        self._said = status
+        head[self._status :] = encode(status)
+        self._is_usual = not late and status[_FLAGS] == _USUAL
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
         (row[: self.packed_buffers.start] if self.has_buffers else row).copy_(numbers, non_blocking=True)
         if self.has_buffers:
             row[self.packed_buffers].zero_()
 
-    def read(self, row: Tensor) -> Report:
-        """Return the report in the sum over all ranks.
-
-        The status of a rank that has written nothing, as on a ``fake`` backend, counts as equal to this rank's.
-        """
-        head = row if row.numel() == self.packed_buffers.start else row[: self.packed_buffers.start]
-        head = head if head.is_cpu else head.cpu()
-        alike = self._alike.report(head, self._head) if self._said[_FLAGS] == _USUAL else None
-        return self._read_each(head) if alike is None else alike
-
-    def _read_each(self, head: Tensor) -> Report:
-        said = (head[: self._status] != 0).tolist()
-        used, late = said[: self._parameters], said[self._parameters :]
-        statuses = self._split(head[self._status :])
-        silent = [rank for rank, each in enumerate(statuses) if not any(each)]
-        if silent:
-            statuses = self._split(head[self._status :], silent)
-        report = Report(
-            used=None if all(used) else used,
-            late=[index for index, is_late in enumerate(late) if is_late] if True in late else (),
-        )
-        decoded = list(map(Status._make, map(_FORMAT.unpack, statuses)))
-        if len(decoded) == 1 and decoded[0][_FLAGS] == _USUAL and not report.late:
-            return report
-        return report._replace(statuses=decoded * (self._world // len(decoded)))
-
-    def _split(self, places: Tensor, silent: Sequence[int] = ()) -> list[bytes]:
-        """Return the bytes of each rank, or only one entry if all are equal; those of ``silent`` ranks count as equal
-        to this rank's."""
-        numbers = places.to(torch.uint8)
-        raw, size = string_at(numbers.data_ptr(), numbers.numel()), numbers.numel() // self._world
-        own = raw[size * self._rank : size * (self._rank + 1)]
-        if raw == own * self._world:
-            return [own]
-        told = [raw[place : place + size] for place in range(0, len(raw), size)]
-        for rank in silent:
-            told[rank] = own
-        return told if told.count(own) < self._world else [own]
-
-
-class _UnanimousRow:
-    """The expected sum if all ranks say the same, the usual case: one operation compares with it.
-
-    ``numbers``: what this rank writes, in a row of ``dtype``; ``status``: the places of all statuses.
-    """
-
-    def __init__(
-        self, numbers: Tensor, dtype: torch.dtype, parameters: int, status: slice, rank: int, world: int
-    ) -> None:
-        self._used_places = numbers[:parameters]
-        self._world = world
-        self._own = numbers[status][_FORMAT.size * rank : _FORMAT.size * (rank + 1)]
-        with torch.inference_mode(False):
-            self._sum = torch.zeros(numbers.numel(), dtype=dtype, device="cpu")
-        self._statuses = self._sum[status].view(world, _FORMAT.size)
-        self._known: tuple[bytearray | None, Report] = None, Report(None)
-        """The bytes of the used parameters in :attr:`_sum`, and the report that it stands for if this rank's status has
-        no consequences."""
-
-    def report(self, head: Tensor, written: bytearray) -> Report | None:
-        """Return the report if ``head`` equals the sum, else None; ``written``: the bytes of the numbers."""
-        used = written[: self._used_places.numel()]
+    def _sum_if_alike(self) -> Tensor:
+        """Return the sum if all ranks say what this one does, the usual case, in which one comparison is enough."""
+        used = self._head[: self._parameters]
         if used != self._known[0]:
             self._known = used, Report(None if 0 not in used else [bool(each) for each in used])
-            self._sum[: len(used)].copy_(self._used_places).mul_(self._world)
-        self._statuses.copy_(self._own)
-        return self._known[1] if torch.equal(head, self._sum) else None
+            self._alike[: self._parameters].copy_(self._numbers[: self._parameters]).mul_(self._ranks)
+        self._alike_status.copy_(self._own_status).mul_(self._ranks)
+        return self._alike
+
+    def read(self, row: Tensor) -> Report:
+        """Return the report in the sum over all ranks."""
+        head = row if row.numel() == self.packed_buffers.start else row[: self.packed_buffers.start]
+        head = head if head.is_cpu else head.cpu()
+        if self._is_usual and torch.equal(head, self._sum_if_alike()):
+            return self._known[1]
+        said = head.tolist()
+        used_by, late_on = said[: self._parameters], said[self._late : self._status]
+        report = Report(
+            used=[count > 0 for count in used_by] if 0 in used_by else None,
+            late=[index for index, count in enumerate(late_on) if count] if any(late_on) else (),
+        )
+        sums = decode(said[self._status :])
+        is_usual = self._is_usual and not (report.late or sums.name_ranks or sums.padding or sums.joined)
+        is_usual = is_usual and not (sums.stops or sums.ends or sums.changed or sums.weighted)
+        return report if is_usual else report._replace(sums=sums)
+
+
+def write_status(place: Tensor, status: Status) -> None:
+    """Write a status into a tensor of :data:`STATUS_BYTES` bytes, to be gathered."""
+    place.copy_(torch.frombuffer(bytearray(_FORMAT.pack(*status)), dtype=torch.uint8))
+
+
+def read_statuses(gathered: Tensor) -> list[Status]:
+    """Return the statuses of all ranks."""
+    return [Status._make(each) for each in _FORMAT.iter_unpack(string_at(gathered.data_ptr(), gathered.numel()))]
+
+
+STATUS_BYTES = _FORMAT.size

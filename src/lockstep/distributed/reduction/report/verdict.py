@@ -1,18 +1,21 @@
 """The verdict on a round: every rule about differences between ranks, and every message, in one file.
 
-:func:`judge` is a pure function of the statuses of all ranks (``status.py``), so all ranks get the same verdict; only
-the message differs, which names the rank that reads it. All further actions depend on the verdict alone.
+:func:`judge` is a pure function of what all ranks have reported (``status.py``), so all ranks get the same verdict;
+only the message differs, which names the rank that reads it. All further actions depend on the verdict alone. Where no
+rank is at fault, the sums of the statuses are enough; the rules read the status of each rank, which is gathered only if
+the sums say that ranks differ (:attr:`Sums.name_ranks`).
 
 To add a rule, write a function that returns a message, and add a line to :data:`_ALWAYS` or :data:`_COUNTING`. Rules
 are asked in order, and the first message is used.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from lockstep.distributed.comm.group_state import BATCHES_OF_A_LOOP
-from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status
+from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status, Sums
 from lockstep.errors import OptionError, PeerError
 
 NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
@@ -40,8 +43,10 @@ class LoopVerdict(NamedTuple):
     """True if some rank has no batch after this one, or not even this one."""
     all_end: bool = False
     """True if no rank has a batch after this one."""
+    ends: int = 0
+    """The number of ranks that have no batch after this one."""
     going_on: Sequence[int] | None = None
-    """The ranks that have a batch after this one; None if all have, or it does not matter."""
+    """The ranks that have a batch after this one, if the statuses have been gathered; None if all have, or none."""
 
 
 class Verdict(NamedTuple):
@@ -76,33 +81,32 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
     ``rank``: the group rank that reads it; ``ranks``: the names of all ranks in messages; ``divisor``: the number of
     ranks that the mean has been divided by so far.
     """
-    if not report.statuses:
+    sums, statuses = report.sums, report.statuses
+    if sums is None:
         return Verdict(used=report.used, is_usual=True)
-    all_of = _columns(report.statuses)
-    skip = Part.SKIPS in all_of.part
-    said = _Said(all_of, report.statuses[rank], ranks[rank], ranks)
+    rules = _ALWAYS if sums.skips else (*_ALWAYS, *_COUNTING)
+    said = _Said(_columns(statuses), statuses[rank], ranks[rank], ranks) if statuses else None
     return Verdict(
-        error=_find_error(said, _ALWAYS if skip else (*_ALWAYS, *_COUNTING)),
-        failed=Part.FAILED in all_of.part,
-        skip=skip,
-        factor=_factor(all_of, divisor),
-        changed=any(all_of.changed),
+        error=None if said is None else _find_error(said, rules),
+        failed=sums.failed > 0,
+        skip=sums.skips > 0,
+        factor=_factor(sums, statuses, divisor),
+        changed=sums.changed > 0,
         used=report.used,
         late=report.late,
-        loop=judge_loops(report.statuses),
+        loop=judge_loops(sums, statuses),
     )
 
 
-def judge_loops(statuses: Sequence[Status]) -> LoopVerdict:
+def judge_loops(sums: Sums, statuses: Sequence[Status] = ()) -> LoopVerdict:
     """Return the part of the verdict that concerns loops."""
-    all_of = _columns(statuses)
-    padding = all_of.part.count(Part.PADDING)
     return LoopVerdict(
-        stops=any(all_of.stops),
-        skipped=Part.SKIPS in all_of.part or padding == len(all_of.part),
-        some_end=any(all_of.ends) or padding > 0,
-        all_end=all(all_of.ends),
-        going_on=[rank for rank, ends in enumerate(all_of.ends) if not ends] or None,
+        stops=sums.stops > 0,
+        skipped=sums.skips > 0 or sums.padding == sums.ranks,
+        some_end=sums.ends > 0 or sums.padding > 0,
+        all_end=sums.ends == sums.ranks,
+        ends=sums.ends,
+        going_on=[rank for rank, status in enumerate(statuses) if not status.ends] or None if sums.ends else None,
     )
 
 
@@ -111,13 +115,12 @@ def _columns(statuses: Sequence[Status]) -> Any:
     return Status._make(zip(*statuses, strict=True))
 
 
-def _factor(all_of: Any, divisor: float) -> float:
-    if any(all_of.weighted):
-        total = sum(all_of.weight)
+def _factor(sums: Sums, statuses: Sequence[Status], divisor: float) -> float:
+    if sums.weighted:
+        total = math.fsum(status.weight for status in statuses) if sums.with_odd_weight else sums.weight
         return divisor / total if total else 0.0
-    ranks = len(all_of.part)
-    active = ranks - all_of.part.count(Part.PADDING)
-    return divisor / active if 0 < active < ranks else 1.0
+    active = sums.ranks - sums.padding
+    return divisor / active if 0 < active < sums.ranks else 1.0
 
 
 class _Said(NamedTuple):
