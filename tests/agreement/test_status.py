@@ -53,7 +53,7 @@ def exchange(dtype, said, parameters=3, packed_buffers=0):
     """Return what all ranks read if rank r says `said[r]`: (used, late, status, buffers); and the sum itself."""
     world = len(said)
     assert counts_exactly(dtype, world)
-    layouts = [ReportLayout(parameters, world, packed_buffers, dtype) for _ in range(world)]
+    layouts = [ReportLayout(parameters, rank, world, packed_buffers, dtype) for rank in range(world)]
     total = None
     for layout, (used, late, status, *load) in zip(layouts, said, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
@@ -124,6 +124,7 @@ def counted(statuses, **differ):
         with_steps=len(known),
         with_odd_weight=len(odd),
         weight=float(sum(Fraction(each) for each in weights if each not in odd)) if not odd else 0.0,
+        numbers_of_failed=sum(rank for rank, each in enumerate(statuses) if each.part == Part.FAILED),
         **{"differ": False, **differ},
     )
 
@@ -195,7 +196,7 @@ def test_one_rank_among_many_is_heard(dtype):
     said = [([0, 0, 0], [], Status(7))] * 5000
     for unusual in (Status(7, part=Part.FAILED), Status(8), Status(7, called=1)):
         said[300] = ([0, 0, 0], [], unusual)
-        layout = ReportLayout(3, len(said), 0, dtype)
+        layout = ReportLayout(3, 300, len(said), 0, dtype)
         row = torch.zeros(layout.numel, dtype=dtype)
         for used, late, status in said[:301:300]:
             own = torch.empty_like(row)
@@ -206,7 +207,7 @@ def test_one_rank_among_many_is_heard(dtype):
 
 
 def test_the_row_does_not_grow_with_the_world():
-    sizes = {ReportLayout(0, world, 0, torch.float32).numel for world in (1, 64, 8192, 65536)}
+    sizes = {ReportLayout(0, 0, world, 0, torch.float32).numel for world in (1, 64, 8192, 65536)}
     assert len(sizes) == 1
     assert 4 * sizes.pop() <= 2048
 
@@ -225,7 +226,7 @@ def test_a_dtype_holds_the_row_of_as_many_ranks_as_it_counts(dtype):
 @pytest.mark.parametrize("status", [Status(7, 3, called=1), SOMETHING_ELSE], ids=["usual", "unusual"])
 def test_a_row_that_is_not_summed_is_that_of_one_rank(dtype, status):
     """As on a `fake` backend."""
-    layout = ReportLayout(3, 4, 0, dtype)
+    layout = ReportLayout(3, 0, 4, 0, dtype)
     row = torch.empty(layout.numel, dtype=dtype)
     layout.write(row, bytearray([1, 0, 1]), [], status)
 
@@ -270,7 +271,7 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
     said = [([0, 1, 0], [2], status, nothing)] * world
     said[world // 2] = ([0, 1, 0], [2], status, load)
     report, row = exchange(dtype, said, packed_buffers=256)
-    layout = ReportLayout(3, world, 256, dtype)
+    layout = ReportLayout(3, 0, world, 256, dtype)
 
     assert torch.equal(row[layout.packed_buffers], load)
     assert layout.packed_buffers.stop == layout.numel == len(row)
@@ -278,17 +279,17 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
 
 
 def test_writing_clears_what_the_row_held():
-    layout = ReportLayout(2, 2, 3, torch.float32)
+    layout = ReportLayout(2, 1, 2, 3, torch.float32)
     row = torch.full((layout.numel,), 9.0)
     layout.write(row, bytearray([1, 0]), [], Status(5))
 
-    assert row.count_nonzero() == 1 + sum(encode(Status(5)))  # one parameter, and the status
+    assert row.count_nonzero() == 1 + sum(encode(Status(5), 1))  # one parameter, and the status
     assert row[layout.packed_buffers].tolist() == [0.0] * 3
 
 
 @every_dtype
 def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
-    layouts = [ReportLayout(3, 2, 0, dtype) for _ in range(2)]
+    layouts = [ReportLayout(3, rank, 2, 0, dtype) for rank in range(2)]
     rows = torch.empty(2, layouts[0].numel, dtype=dtype)
 
     def told(*said):

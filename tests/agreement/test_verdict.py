@@ -239,6 +239,14 @@ def test_a_failure_is_told_to_the_loop_whatever_else_is_wrong():
     assert not verdict_of(says(round=4), USUAL).failed
 
 
+def test_a_rank_that_has_failed_and_left_is_named():
+    def error_of(*statuses):
+        return judge(Report(None, (), sums_of(statuses)), 0, [4, 5, 6], 3.0).error.message
+
+    assert error_of(USUAL, USUAL, FAILED).startswith("rank 4: backward failed on rank 6; the error there says why. ")
+    assert error_of(USUAL, FAILED, FAILED).startswith("rank 4: backward failed on 2 ranks; the error there")
+
+
 def test_means_are_over_the_ranks_that_sums_are_divided_by():
     assert verdict_of(weighs(3), weighs(5), divisor=4.0).factor == 0.5
     assert verdict_of(USUAL, PADDING, USUAL, divisor=6.0).factor == 3.0

@@ -3,6 +3,9 @@ wait for it."""
 
 from __future__ import annotations
 
+import os
+import select
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import PeerError
+from processes import run_processes
 from small_modules import CallInBackward, error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -341,3 +345,28 @@ def from_elsewhere(rank):
 
 def test_a_pass_that_another_entry_begins():
     assert run_ranks(2, from_elsewhere) == [(1.5, ArithmeticError, True), (1.5, PeerError, True)]
+
+
+def fails_and_ends(rank):
+    """Rank 0 fails, and its process ends before rank 1 begins its backward."""
+    model = lockstep.replicate(one_weight())
+    assert good_step(rank, model)
+    process = os.pidfd_open(int(rank.gather(torch.tensor([os.getpid()]))[0]))
+    raised = None
+    try:
+        if rank.rank == 1:
+            select.select([process], [], [])
+        model(fails_in_backward(x_of(rank).requires_grad_(), rank.rank == 0)).sum().backward()
+    except (ArithmeticError, PeerError) as error:
+        raised = str(error)
+    if rank.rank == 0:
+        os._exit(0 if raised else 1)
+    return raised
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_rank_that_fails_and_ends_is_named(backend):
+    failing, told = run_processes(2, fails_and_ends, backend=backend, errors=True)
+    assert failing.returncode == 0
+    assert told.error is None
+    assert "backward failed on rank 0" in told.result

@@ -48,7 +48,7 @@ class ReportTransport:
         self.has_buffers = packed > 0
         row_dtype = _OWN_DTYPE if self.splits else dtype
         in_row = 0 if self.splits else packed
-        self._layout = ReportLayout(parameters, collectives.world, in_row, row_dtype)
+        self._layout = ReportLayout(parameters, collectives.rank, collectives.world, in_row, row_dtype)
         self._packed = slice(0, packed) if self.splits else self._layout.packed_buffers
         self.numel = (packed if self.splits else self._layout.numel) if behind is not None else 0
         """The number of elements that follow the gradients of the last bucket."""

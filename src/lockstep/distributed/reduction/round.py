@@ -270,7 +270,7 @@ class Round:
         common, transport, own = self._common, self._common.transport, self._own
         report = transport.read(self._behind if transport.own_row is None else transport.own_row)
         if report.sums is not None and self._names_ranks(report.sums):
-            report = report._replace(statuses=self._gather_statuses().wait())
+            report = report._replace(statuses=self._wait_for_statuses(report.sums))
         ranks = common.collectives
         verdict = judge(report, ranks.rank, ranks.global_ranks, common.gradient_divide_factor)
         is_usual = verdict.is_usual and self._decisions.is_default
@@ -299,6 +299,15 @@ class Round:
     def _names_ranks(self, sums: Sums) -> bool:
         """Return True if the verdict names ranks; the same on all of them."""
         return sums.name_ranks or self._decisions.innermost.needs_names(sums.ends, sums.ends == sums.ranks)
+
+    def _wait_for_statuses(self, sums: Sums) -> Sequence[Status]:
+        """Gather the status of each rank; of a rank that has failed and left, the sums have the number."""
+        try:
+            return self._gather_statuses().wait()
+        except CommunicationError:
+            if not sums.failed:
+                raise
+            return ()
 
     def _gather_statuses(self) -> GatheredStatuses:
         """Begin to gather the status of each rank, after the report, which has told all ranks that it is needed."""
@@ -412,7 +421,7 @@ class Round:
         report."""
         self._wait_aborted()
         self._common.buffers.drop_large()
-        statuses = [] if self._aborted_statuses is None else self._aborted_statuses.wait()
+        statuses = () if self._aborted_statuses is None else self._aborted_statuses.wait()
         report = self._common.transport.read_aborted(self._aborted_row)
         if report is not None and report.sums is not None:
             self._decisions.update(judge_loops(report.sums, statuses), self._batch, self._loop, aborted=True)

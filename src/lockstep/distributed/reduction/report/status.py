@@ -10,6 +10,7 @@ know::
     counts    13                       ones in places that count ranks: see :class:`Sums`
     calls     48                       the bits of what it has counted: forwards, steps of optimizers
     weight    128                      the bits of its weight, as a fixed-point number
+    failed    20                       the bits of its number if its backward has failed
     buffers   the rest                 small buffers (``buffers.py``)
 
 All ranks have written the same number if and only if each of its bits adds up to 0 or to the number of ranks. Sums of
@@ -126,6 +127,8 @@ class Sums(NamedTuple):
     """True if ranks are not in the same round, batch, pass or step, as far as they say; :func:`judge` has the rules."""
     weight: float
     """The total of all weights."""
+    numbers_of_failed: int
+    """The total of the numbers of the ranks that have failed: the number of the one if there is only one."""
 
     @property
     def name_ranks(self) -> bool:
@@ -134,11 +137,11 @@ class Sums(NamedTuple):
         return self.differ or self.skips > 0 or self.failed > 0 or some_without or self.with_odd_weight > 0
 
 
-_COUNTS = len(Sums._fields) - 2
+_COUNTS = len(Sums._fields) - 3
 _PLACE_BITS = 128  # the round and the batch
 _PASS_BITS = 40  # how the pass called the module, and the forwards left out
-_STEP_BITS, _WEIGHT_BITS = 8, 128
-_SIZE = _PLACE_BITS + _COUNTS + _PASS_BITS + _STEP_BITS + _WEIGHT_BITS
+_STEP_BITS, _WEIGHT_BITS, _RANK_BITS = 8, 128, 20
+_SIZE = _PLACE_BITS + _COUNTS + _PASS_BITS + _STEP_BITS + _WEIGHT_BITS + _RANK_BITS
 _WEIGHT_UNIT = 1 << 80  # weights of 2**-27 to 2**47 are exact
 _ZERO_OR_ONE = bytes.maketrans(b"01", b"\0\1")
 _PLACE_VALUES = [1 << place for place in reversed(range(_WEIGHT_BITS))]
@@ -158,9 +161,9 @@ def _in_fixed_point(weight: float) -> int | None:
     return None if rest or units >> _WEIGHT_BITS - 1 else units
 
 
-def encode(status: Status) -> bytes:
+def encode(status: Status, rank: int) -> bytes:
     """Return what a rank adds to the row."""
-    return _bits(status.round << 64 | status.batch, _PLACE_BITS) + _encode_rest(*status[2:])
+    return _bits(status.round << 64 | status.batch, _PLACE_BITS) + _encode_rest(*status[2:], rank)
 
 
 @functools.lru_cache(maxsize=64)  # it is the same in most rounds
@@ -175,6 +178,7 @@ def _encode_rest(
     unused_forwards: int,
     steps: int,
     weight: float,
+    rank: int,
 ) -> bytes:
     """Return the counts, and the bits of the numbers that are no place; the fields of :class:`Status` say which."""
     del through  # compared only if ranks have left out different numbers of forwards
@@ -198,7 +202,8 @@ def _encode_rest(
         )
     )
     calls = (called << 32 | unused_forwards if has_pass else 0) << 8 | (steps if knows_steps else 0)
-    return counts + _bits(calls, _PASS_BITS + _STEP_BITS) + _bits(units or 0, _WEIGHT_BITS)
+    failed = rank if part == Part.FAILED else 0
+    return counts + _bits(calls, _PASS_BITS + _STEP_BITS) + _bits(units or 0, _WEIGHT_BITS) + _bits(failed, _RANK_BITS)
 
 
 def _bits(number: int, count: int) -> bytes:
@@ -208,19 +213,25 @@ def _bits(number: int, count: int) -> bytes:
 def decode(places: Sequence[float]) -> Sums:
     """Return what all ranks have written together, by place."""
     rest = iter(places)
-    place, counts, passes, steps, weights = (
-        list(itertools.islice(rest, size)) for size in (_PLACE_BITS, _COUNTS, _PASS_BITS, _STEP_BITS, _WEIGHT_BITS)
+    place, counts, passes, steps, weights, failed = (
+        list(itertools.islice(rest, size))
+        for size in (_PLACE_BITS, _COUNTS, _PASS_BITS, _STEP_BITS, _WEIGHT_BITS, _RANK_BITS)
     )
-    told = Sums._make((*map(int, counts), False, 0.0))
+    told = Sums._make((*map(int, counts), False, 0.0, 0))
     alike = {0, told.ranks}.issuperset(place) and {0, told.with_pass}.issuperset(passes)
     alike = alike and {0, told.with_steps}.issuperset(steps)
-    weight = sum(map(mul, map(int, weights), _PLACE_VALUES)) if told.weighted else 0
-    return told._replace(differ=not alike, weight=weight / _WEIGHT_UNIT)
+    weight = _total(weights) / _WEIGHT_UNIT if told.weighted else 0.0
+    return told._replace(differ=not alike, weight=weight, numbers_of_failed=_total(failed) if told.failed else 0)
+
+
+def _total(bits: Sequence[float]) -> int:
+    """Return the total of numbers of which each bit has been summed."""
+    return sum(map(mul, map(int, bits), _PLACE_VALUES[-len(bits) :]))
 
 
 def sums_of(statuses: Sequence[Status]) -> Sums:
     """Return what statuses add up to, as the row would."""
-    return decode([sum(column) for column in zip(*map(encode, statuses), strict=True)])
+    return decode([sum(column) for column in zip(*map(encode, statuses, itertools.count()), strict=False)])
 
 
 class Report(NamedTuple):
@@ -239,8 +250,9 @@ class Report(NamedTuple):
 class ReportLayout:
     """The places in the row."""
 
-    def __init__(self, parameters: int, world: int, packed_buffers: int, dtype: torch.dtype) -> None:
+    def __init__(self, parameters: int, rank: int, world: int, packed_buffers: int, dtype: torch.dtype) -> None:
         """``dtype``: of the row."""
+        self._rank = rank
         self._parameters = parameters
         self._late = parameters
         self._none_late = bytes(parameters)
@@ -265,7 +277,7 @@ class ReportLayout:
         head[self._late : self._status] = self._none_late
         for index in late:
             head[self._late + index] = 1
-        head[self._status :] = encode(status)
+        head[self._status :] = encode(status, self._rank)
         self._is_usual = not late and status[_FLAGS] == _USUAL
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
         (row[: self.packed_buffers.start] if self.has_buffers else row).copy_(numbers, non_blocking=True)

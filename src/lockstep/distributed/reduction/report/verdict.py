@@ -85,9 +85,12 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
     if sums is None:
         return Verdict(used=report.used, is_usual=True)
     rules = _ALWAYS if sums.skips else (*_ALWAYS, *_COUNTING)
-    said = _Said(_columns(statuses), statuses[rank], ranks[rank], ranks) if statuses else None
+    if statuses:
+        error = _find_error(_Said(_columns(statuses), statuses[rank], ranks[rank], ranks), rules)
+    else:
+        error = _failed_and_left(sums, rank, ranks) if sums.failed else None
     return Verdict(
-        error=None if said is None else _find_error(said, rules),
+        error=error,
         failed=sums.failed > 0,
         skip=sums.skips > 0,
         factor=_factor(sums, statuses, divisor),
@@ -150,6 +153,14 @@ def _backward_failed(said: _Said) -> str:
     return (
         f"rank {said.me}: backward failed on rank {other} in round {said.own.round}; that rank's own error says why. "
         f"{NOT_HANDED_OUT}"
+    )
+
+
+def _failed_and_left(sums: Sums, rank: int, ranks: Sequence[int]) -> Refusal:
+    """Return the error where a rank has failed and ended its process, so that it could not give its status."""
+    where = f"rank {ranks[sums.numbers_of_failed]}" if sums.failed == 1 else f"{sums.failed} ranks"
+    return Refusal(
+        PeerError, f"rank {ranks[rank]}: backward failed on {where}; the error there says why. {NOT_HANDED_OUT}"
     )
 
 
