@@ -177,8 +177,8 @@ def check_refused(world, results, words):
     assert len(set(messages)) == 1  # the same everywhere
     for word in words:
         assert word.format(world - 1) in messages[0]
-    assert set().union(*sent) == {"all_gather"}  # no rank's values went anywhere
-    assert set(counts) == {3}  # digests, then lengths and descriptions
+    assert set().union(*sent) == {"all_reduce", "all_gather"}  # no rank's values went anywhere
+    assert set(counts) == {5}  # if digests differ, digests; the same of descriptions, and their texts
 
 
 @pytest.mark.parametrize(("last", "others", "words"), DIFFERENCES.values(), ids=DIFFERENCES)
@@ -231,8 +231,8 @@ def test_a_rank_that_cannot_replicate_its_module_tells_the_others():
         return str(caught.value), {each.name for each in sent}
 
     reason = "parameter bias is not a leaf of autograd; register a Parameter"
-    told = f"rank 1 cannot replicate its module: {reason}"
-    assert run_ranks(3, call) == [(told, {"all_gather"}), (reason, {"all_gather"}), (told, {"all_gather"})]
+    told, names = f"rank 1 cannot replicate its module: {reason}", {"all_reduce", "all_gather"}
+    assert run_ranks(3, call) == [(told, names), (reason, names), (told, names)]
 
 
 def test_an_option_that_does_not_go_with_the_module_of_one_rank():
@@ -247,17 +247,17 @@ def test_an_option_that_does_not_go_with_the_module_of_one_rank():
 
 
 @pytest.mark.parametrize("make", [lambda: Net([A]), lambda: Net([A], [COUNT, MEAN])])
-def test_agreeing_takes_two_small_gathers(make):
+def test_agreeing_takes_two_small_sums(make):
     def call(rank):
         with count_collectives(rank) as sent:
             lockstep.replicate(make(), process_group=rank.group)
         return [each.name for each in sent if each.name != "broadcast"], max(
-            s.numel for s in sent if s.name == "all_gather"
+            s.numel for s in sent if s.name == "all_reduce"
         )
 
     for names, most in run_ranks(2, call):
-        assert names == ["all_gather", "all_gather"]
-        assert most <= 128
+        assert names == ["all_reduce", "all_reduce"]
+        assert most <= 1024
 
 
 # ---------------------------------------------------------------------------------- later agreement
@@ -276,7 +276,7 @@ def test_without_init_sync_ranks_compare_when_the_first_backward_begins():
 
     (first, sent), *others = run_ranks(2, call)
     assert "ranks differ in parameter weight: rank 0 has float32 of shape (1, 1), trained; rank 1 has" in first
-    assert sent == {"all_gather"}
+    assert sent == {"all_reduce", "all_gather"}
     assert others == [(first, sent)]
 
 
@@ -402,7 +402,7 @@ VALUES = {
     "in three pieces": (lambda rank: str(rank) * (2500 if rank else 10), [1000, 1000, 502]),
     "long and equal on two ranks": (lambda rank: str(rank // 2) * 998, [1000]),
 }
-"""What ranks have, and how many bytes of each follow the first 128, at most 1000 at once."""
+"""What ranks have, and how many bytes of each follow the first 128 if values differ, at most 1000 at once."""
 
 
 @pytest.mark.parametrize("case", VALUES)
@@ -418,7 +418,8 @@ def test_values_of_any_length_are_gathered(case, monkeypatch):
 
     for gathered, sizes, some in run_ranks(3, call):
         assert gathered == [value(rank) for rank in range(3)]
-        assert sizes == [128, *follows]
+        equal = value(0) == value(1) == value(2)
+        assert sizes == ([1024] if equal else [1024, 128, *follows])
         assert some == [value(2), value(0)]
 
 
@@ -433,7 +434,7 @@ def in_sync(rank, change):
     lockstep.replicate(module, process_group=rank.group)
     with count_collectives(rank) as sent:
         lockstep.check_in_sync(module)
-    assert [each.name for each in sent] == ["all_gather"] * 2
+    assert [each.name for each in sent] == ["all_reduce"] * 2
     if rank.rank == rank.world - 1:
         with torch.no_grad():
             change(module)

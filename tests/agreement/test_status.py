@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from lockstep.distributed.comm.sums import counts_exactly
 from lockstep.distributed.reduction.report.status import (
     MOST_STEPS,
     STATUS_BYTES,
@@ -19,7 +20,6 @@ from lockstep.distributed.reduction.report.status import (
     ReportLayout,
     Status,
     Sums,
-    counts_exactly,
     encode,
     read_statuses,
     sums_of,

@@ -240,7 +240,7 @@ def test_small_buffers_and_unused_parameters_take_no_collective(policy):
         return sent
 
     once = ["all_reduce"]
-    first = ["all_gather", "all_reduce", "broadcast"]  # hooks are compared, gradients reduced, their order is told
+    first = ["all_reduce", "all_reduce", "broadcast"]  # hooks are compared, gradients reduced, their order is told
     assert run_ranks(2, call) == [[first, *[once] * 4]] * 2
 
 

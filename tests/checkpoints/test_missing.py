@@ -77,7 +77,7 @@ def test_a_new_host_gets_what_is_the_same_on_all_ranks(gone, piece, tmp_path, mo
 
     for (result, names), host in zip(run_ranks(4, again), "abbc", strict=True):
         assert result == (2, [2.0], None, host)
-        assert names == {"all_gather"}  # nothing is sent a second time
+        assert names == {"all_reduce", "all_gather"}  # nothing is sent a second time
 
 
 def test_what_is_lost_is_told(tmp_path):
@@ -139,7 +139,7 @@ def test_one_disk_for_all_sends_nothing(tmp_path):
             found = Resuming(tmp_path, made).resume({})
         return found.values["own"], {each.name for each in seen}
 
-    assert run_ranks(2, call) == [(0, {"all_gather"}), (1, {"all_gather"})]
+    assert run_ranks(2, call) == [(rank, {"all_reduce", "all_gather"}) for rank in range(2)]
 
 
 @pytest.mark.filterwarnings(LOST)

@@ -100,8 +100,9 @@ def test_nothing_is_sent_but_lengths_at_the_start_and_who_ends_where_lengths_are
     for seen in run_ranks(2, communicated, known):
         steps = ["all_reduce"] * 5
         if not known:
-            steps.insert(3, "all_gather")  # in the last batch of rank 0, which no other rank knows to be it
-        assert seen == [*["all_gather"] * (1 if known else 2), *steps]
+            steps.insert(3, "all_gather_single")  # in the last batch of rank 0, which no other rank knows to be it
+        lengths = ["all_reduce", "all_gather"] if known else ["all_reduce", "all_reduce"]  # of which some are unknown
+        assert seen == [*lengths, *steps]
 
 
 class Stream(IterableDataset):

@@ -335,7 +335,7 @@ def test_all_chunks_in_shared_memory_are_gathered_in_one_collective(monkeypatch)
     assert run_ranks(3, counted, hosts="aaa") == [["gather_in_chunks"]] * 3
 
 
-def test_a_step_costs_one_small_all_gather_and_the_weights():
+def test_a_step_costs_one_small_sum_and_the_weights():
     def counted(rank):
         model = replicated(rank)
         optimizer = made(adamw, model, True)
@@ -349,7 +349,7 @@ def test_a_step_costs_one_small_all_gather_and_the_weights():
 
     for seen, weights in run_ranks(2, counted):
         (first, head), (second, nbytes) = seen
-        assert (first, head, second) == ("all_gather", 128, "all_gather_single")
+        assert (first, head, second) == ("all_reduce", 1024, "all_gather_single")
         assert 2 * weights <= nbytes <= 2 * weights + 8 + 64 + 128 * 4
 
 

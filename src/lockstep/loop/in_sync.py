@@ -38,7 +38,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
         UnknownOptionError: Another keyword argument is given (a ``TypeError``).
         CommunicationError: There is no group, or a rank does not answer.
 
-    Communicates one all-gather of 128 bytes for names and layouts, another one for values, and more if there is a
+    Communicates one all-reduce of 4 KiB for names and layouts, another one for values, and more if there is a
     difference.
 
     Example:

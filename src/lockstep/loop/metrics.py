@@ -9,14 +9,16 @@ from torch import Tensor
 
 from lockstep._base.digests import text_digest
 from lockstep._base.tree import Leaf, Tree
-from lockstep.distributed.comm.agreement import Line, first_differing, objects_of
+from lockstep.distributed.comm.agreement import Line, all_gather_object, first_differing, objects_of
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
+from lockstep.distributed.comm.sums import are_alike, bits_of
 from lockstep.distributed.reduction.report.decisions import Decisions, decisions_of
 from lockstep.errors import AgreementError, OptionError
 from lockstep.phases import Phases
 
 T = TypeVar("T")
+_DIGEST_BITS = 64
 _AT_ONCE = 64
 """Numbers that travel with the comparison of what ranks pass; further ones take a second all-reduce."""
 
@@ -191,26 +193,28 @@ def _sums(
 ) -> tuple[Tensor, float]:
     """Return the sums of all ranks' numbers, and of their weights.
 
-    A digest of the structure of each rank's values travels in front, each in a place of its own. If digests differ, all
-    ranks know, and exchange descriptions of their values. Requests to stop travel with them.
+    The bits of a digest of the structure of a rank's values travel in front. If digests differ, all ranks know, and
+    exchange descriptions of their values. Requests to stop travel with them.
     """
-    world = collectives.world
-    row = torch.zeros(world + 2 + _AT_ONCE, dtype=torch.float64, device=collectives.device)
-    row[collectives.rank] = text_digest(repr([caller, *lines]), bits=48)  # exact in float64
-    row[world] = weight
-    row[world + 1] = decisions.asks_to_stop
+    digest = text_digest(repr([caller, *lines]), bits=_DIGEST_BITS)
+    head = torch.tensor(
+        [*bits_of(digest, _DIGEST_BITS), weight, decisions.asks_to_stop], dtype=torch.float64, device="cpu"
+    )
+    row = torch.zeros(len(head) + _AT_ONCE, dtype=torch.float64, device=collectives.device)
+    row[: len(head)] = head
     first = flat[:_AT_ONCE]
-    row[world + 2 : world + 2 + first.numel()] = first
+    row[len(head) : len(head) + first.numel()] = first
     collectives.all_reduce(row, f"{caller}s").wait()
-    *digests, weights, stops = row[: world + 2].tolist()
+    *digests, weights, stops = row[: len(head)].tolist()
     decisions.hear_requests(stops > 0)
-    other = first_differing(digests)
-    if other is not None:
+    if not are_alike(digests, collectives.world):
+        other = first_differing(all_gather_object(digest, f"what {caller}() was given", collectives))
+        assert other is not None
         _raise_difference(lines, other, caller, collectives)
     rest = flat[_AT_ONCE:]
     if rest.numel():
         collectives.all_reduce(rest, f"more {caller}s").wait()
-    return torch.cat([row[world + 2 :][: first.numel()], rest]), weights
+    return torch.cat([row[len(head) :][: first.numel()], rest]), weights
 
 
 def _raise_difference(lines: Sequence[Line], other: int, caller: str, collectives: Collectives) -> NoReturn:

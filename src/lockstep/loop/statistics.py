@@ -87,7 +87,7 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
             rank must then call this function. ``late_rank`` has waited least since the beginning;
             ``slower_than_others`` and ``slower_than_before`` compare the last 16 rounds.
 
-    Communicates nothing; with ``all_ranks`` one all-gather of 128 bytes.
+    Communicates nothing; with ``all_ranks`` one all-reduce, and one all-gather of 128 bytes from each rank.
 
     Raises :class:`~lockstep.errors.NotReplicableError` for a module that is not replicated.
 

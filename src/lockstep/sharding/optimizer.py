@@ -92,8 +92,8 @@ class ShardedOptimizer(Optimizer, metaclass=_IsSharded):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's part, and gather all weights; every rank has to call it.
 
-        Communicates one all-gather of 128 bytes from each rank, and one of the weights, in chunks of at most 2 MiB from
-        each (through staging memory on ``shm``). On accelerators one more of 128 bytes tells whether all have stepped,
+        Communicates one all-reduce of 4 KiB, and one all-gather of the weights, in chunks of at most 2 MiB from each
+        rank (through staging memory on ``shm``). On accelerators a further all-reduce tells whether all have stepped,
         and the host does not wait for the device.
 
         Args:
@@ -254,7 +254,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, granularity: Granularity | None 
             optimizer.
         AgreementError: Ranks have different parameters or options.
 
-    After an error the optimizer is as it was. Communicates one all-gather of 128 bytes from each rank.
+    After an error the optimizer is as it was. Communicates one all-reduce of 4 KiB.
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep

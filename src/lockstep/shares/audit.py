@@ -22,7 +22,7 @@ def audit(model: Module, every: int | None = 100) -> None:
         model: A module from ``lockstep.replicate(model, shares=...)``; all modules of a step are audited together.
         every: One of ``every`` steps is audited, on average. None ends the audits. Give the same on every rank.
 
-    Communicates, in such a step, an all-gather of 128 bytes, and others of about 25 bytes for each parameter and
+    Communicates, in such a step, an all-reduce of 4 KiB, and others of about 25 bytes for each parameter and
     buffer.
 
     Raises:

@@ -1,7 +1,7 @@
 """Exchanges small objects between the ranks, and compares their modules before any data moves.
 
-:func:`all_gather_object` exchanges JSON values. It takes one collective of fixed size if the values are short or equal
-on all ranks, and bounded memory otherwise.
+:func:`all_gather_object` exchanges JSON values. If they are equal on all ranks, it takes one collective, whose size
+does not depend on the number of ranks; otherwise what differs is gathered, in bounded memory.
 
 Ranks describe the module that they are about to replicate in lines: options, parameters, buffers. They compare digests
 of these descriptions; only if the digests differ, two descriptions are sent, and every rank raises the same error,
@@ -23,6 +23,7 @@ from lockstep._base.digests import text_digest
 from lockstep._base.dtensors import local_part
 from lockstep._base.inner_tensors import describe, is_plain
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.sums import are_alike, bits_of
 from lockstep.errors import AgreementError
 
 _WHAT_BYTES, _LENGTH_BYTES, _TEXT_BYTES = 4, 4, 120
@@ -36,26 +37,34 @@ _HEAD_BYTES = _WHAT_BYTES + _LENGTH_BYTES
 def all_gather_object(value: Any, what: str, collectives: Collectives) -> list[Any]:
     """Return the values of all ranks, in rank order; equal values may be one object.
 
-    Communicates one all-gather of 128 bytes from each rank. If values differ and some are longer, all-gathers of the
-    texts follow, 4 MiB of all ranks together each; a rank keeps one copy of equal texts. ``what`` is the same on all
-    ranks, or they have made different calls, which they all raise.
+    Communicates one all-reduce of 4 KiB, which tells if values are equal. If they differ, an all-gather of 128 bytes
+    from each rank follows; if some are longer, all-gathers of the texts, 4 MiB of all ranks together each. A rank keeps
+    one copy of equal texts. ``what`` is the same on all ranks, or they have made different calls, which they all raise.
     """
     text = json.dumps(value)
     data = text.encode()
     shown = data if len(data) <= _TEXT_BYTES else text_digest(text, bits=256).to_bytes(32)
     of_what = zlib.crc32(what.encode()).to_bytes(_WHAT_BYTES)
     own = of_what + len(data).to_bytes(_LENGTH_BYTES) + shown.ljust(_TEXT_BYTES, b"\0")
+    if same_on_all_ranks(own, what, collectives):
+        return [json.loads(data)] * collectives.world
     heads = _all_gather(own, what, collectives)
     if any(not head.startswith(of_what) for head in heads):
         error = _different(what, collectives)
         raise collectives.failure(what, error) from error
     texts = {head: head[_HEAD_BYTES:][: _length(head)] for head in heads}
-    if len(texts) == 1:
-        texts = {heads[0]: data}
-    elif max(map(_length, heads)) > _TEXT_BYTES:
+    if max(map(_length, heads)) > _TEXT_BYTES:
         texts = _whole_texts(heads, data, what, collectives)
     values = {head: json.loads(each) for head, each in texts.items()}
     return [values[head] for head in heads]
+
+
+def same_on_all_ranks(data: bytes, what: str, collectives: Collectives) -> bool:
+    """Return True if all ranks have the same bytes, of which all have equally many; communicates one all-reduce."""
+    row = torch.frombuffer(bytearray(bits_of(int.from_bytes(data), 8 * len(data))), dtype=torch.uint8)
+    total = row.to(collectives.device, torch.float32)
+    collectives.all_reduce(total, what, blocking=True).wait()
+    return are_alike(total.tolist(), collectives.world)
 
 
 def objects_of(ranks: Sequence[int], value: Any, what: str, collectives: Collectives) -> list[Any]:
@@ -145,7 +154,9 @@ def check_same_on_all_ranks(
 
 def first_differing(values: Sequence[Any]) -> int | None:
     """Return the first rank whose value differs from that of the first rank."""
-    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if not values or values.count(values[0]) == len(values):
+        return None
+    return next(rank for rank, value in enumerate(values) if value != values[0])
 
 
 def check_new_everywhere(names: Sequence[str], new: Sequence[Collection[int]], global_ranks: Sequence[int]) -> None:

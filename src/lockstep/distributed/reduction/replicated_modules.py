@@ -1,7 +1,7 @@
 """The modules replicated over one group, and the exchange that tells which of them take part in a pass.
 
 Modules have numbers that are the same on all ranks. If a pass may go through several modules, the ranks exchange the
-modules that they have reached in one small collective: one number for each rank, and one for each module.
+modules that they have reached in one small collective: one number for each module, and two bits for each rank.
 """
 
 import operator
@@ -31,6 +31,8 @@ class Mark(IntEnum):
     """It leaves out the batch."""
 
 
+_RANKS_AT_ONCE = 31
+"""The number of ranks that share a number of 64 bits, each with two bits for what it sends for itself."""
 _lock = threading.Lock()
 _orders = 0  # the highest order of a group in this process
 
@@ -38,14 +40,18 @@ _orders = 0  # the highest order of a group in this process
 class PassAgreement(NamedTuple):
     """The answers of all ranks."""
 
-    marks: list[int]
-    """The number that each rank has sent for itself."""
+    packed: Sequence[int]
+    """What each rank has sent for itself, from 0 to 3."""
     modules: list[Module]
     """The modules that take part on any rank and still exist on this one, in the order of their creation."""
     failed: bool
     """True if the backward pass has failed on some rank."""
     skipped: bool
     """True if some rank leaves out the batch."""
+
+    def marks(self, world: int) -> list[int]:
+        """Return the number that each rank has sent for itself."""
+        return [self.packed[rank // _RANKS_AT_ONCE] >> 2 * (rank % _RANKS_AT_ONCE) & 3 for rank in range(world)]
 
 
 class ReplicatedModules:
@@ -104,23 +110,27 @@ class ReplicatedModules:
     def tell(self, modules: Sequence[Module], mark: Mark, own: int = 0) -> tuple[Tensor, Pending]:
         """Send ``mark`` for some modules, and ``own`` for this rank; return the row being summed, and its
         collective."""
-        world = self._collectives.world
-        row = torch.zeros(world + self.next_id, dtype=torch.int64)
-        row[self._collectives.rank] = own
+        head, place = self._head, divmod(self._collectives.rank, _RANKS_AT_ONCE)
+        row = torch.zeros(head + self.next_id, dtype=torch.int64)
+        row[place[0]] = own << 2 * place[1]
         for number, module in self.numbered().items():
             if any(module is each for each in modules):
-                row[world + number] = mark
+                row[head + number] = mark
         row = row.to(self._collectives.device)
         return row, self._collectives.all_reduce(row, "which modules take part")
+
+    @property
+    def _head(self) -> int:
+        return -(-self._collectives.world // _RANKS_AT_ONCE)
 
     def ask(self, modules: Sequence[Module], own: int = 0) -> PassAgreement:
         """Tell the other ranks that these modules take part, and wait for their answers; ``own``: sent for this
         rank."""
         row, pending = self.tell(modules, Mark.TAKES_PART, own)
         pending.wait()
-        marks, counts = row[: self._collectives.world].tolist(), row[self._collectives.world :].tolist()
+        packed, counts = row[: self._head].tolist(), row[self._head :].tolist()
         return PassAgreement(
-            [int(each) for each in marks],
+            packed,
             [module for number, module in self.numbered().items() if number < len(counts) and counts[number]],
             any(count % Mark.SKIPS >= Mark.FAILED for count in counts),
             any(count >= Mark.SKIPS for count in counts),

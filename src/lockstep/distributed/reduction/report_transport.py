@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.distributed.comm.sums import counts_exactly
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
 from lockstep.distributed.reduction.report.status import (
     STATUS_BYTES,
@@ -11,7 +12,6 @@ from lockstep.distributed.reduction.report.status import (
     Report,
     ReportLayout,
     Status,
-    counts_exactly,
     read_statuses,
     write_status,
 )
@@ -102,7 +102,7 @@ class GatheredStatuses:
     """An all-gather of statuses under way."""
 
     def __init__(self, collectives: Collectives, status: Status, what: str) -> None:
-        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device="cpu")
         write_status(own, status)
         device = collectives.device
         self._all = torch.zeros(STATUS_BYTES * collectives.world, dtype=torch.uint8, device=device)

@@ -206,7 +206,7 @@ class GroupScheduler(PassObserver):
     def announce_forward(self, module: Reducer, mark: int) -> list[int]:
         """Tell the other ranks in ``join()`` that a module's forward begins; return every rank's ``mark``, 0 for ranks
         that listen."""
-        return self.modules.ask([module], mark).marks
+        return self.modules.ask([module], mark).marks(self._collectives.world)
 
     def listen(self) -> tuple[list[int], list[Reducer]]:
         """On a rank in ``join()`` that has run out, return what the others do next, and with which modules.
@@ -215,7 +215,7 @@ class GroupScheduler(PassObserver):
         modules are reduced.
         """
         told = self.modules.ask([])
-        return told.marks, self._that_take_part(told)
+        return told.marks(self._collectives.world), self._that_take_part(told)
 
     def _agree_who_takes_part(self, modules: Sequence[Reducer]) -> list[Reducer]:
         """Return the modules that take part on any rank, in the order of their creation."""

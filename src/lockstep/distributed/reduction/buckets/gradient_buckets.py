@@ -565,16 +565,16 @@ def _dense(
 
 def _check_all(failure: Exception | None, collectives: Collectives) -> None:
     """Raise on every rank if any rank has a failure."""
-    failed = torch.zeros(collectives.world, dtype=torch.int64)
-    failed[collectives.rank] = failure is not None
-    failed = failed.to(collectives.device)
+    own = [0, 0] if failure is None else [1, collectives.rank]
+    failed = torch.tensor(own, dtype=torch.int64).to(collectives.device)
     collectives.all_reduce(failed, "whether each rank has its late gradients").wait()
     if failure is not None:
         raise failure
-    ranks = [rank for rank, flag in zip(collectives.global_ranks, failed.tolist(), strict=True) if flag]
-    if ranks:
+    count, numbers = failed.tolist()
+    if count:
+        where = f"rank {collectives.global_ranks[numbers]}" if count == 1 else f"each of {count} ranks"
         raise PeerError(
-            f"rank {collectives.global_rank}: rank {ranks[0]} could not put together its late gradients; that rank's "
-            "own error says why. No gradient has been handed out; every rank can go on with the next batch after "
+            f"rank {collectives.global_rank}: {where} could not put together its late gradients; the error "
+            "there says why. No gradient has been handed out; every rank can go on with the next batch after "
             "zero_grad()"
         )

@@ -15,7 +15,7 @@ know::
 
 All ranks have written the same number if and only if each of its bits adds up to 0 or to the number of ranks. Sums of
 weights are exact. Only where ranks have to be named do they gather their statuses, in a collective of its own
-(:attr:`Sums.name_ranks`). A dtype can hold the row if it counts the ranks exactly (:func:`counts_exactly`).
+(:attr:`Sums.name_ranks`). A dtype can hold the row if it counts the ranks exactly (``comm/sums.py``).
 
 ``verdict.py`` has the rules about statuses; ``pass_log.py`` counts what a status says of forwards and passes.
 """
@@ -27,11 +27,12 @@ import struct
 from collections.abc import Sequence
 from ctypes import string_at
 from enum import Flag, IntEnum, auto
-from operator import mul
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lockstep.distributed.comm.sums import are_alike, bits_of, total_of
 
 MOST_STEPS, UNKNOWN_STEPS = 254, 255
 """The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
@@ -143,13 +144,6 @@ _PASS_BITS = 40  # how the pass called the module, and the forwards left out
 _STEP_BITS, _WEIGHT_BITS, _RANK_BITS = 8, 128, 20
 _SIZE = _PLACE_BITS + _COUNTS + _PASS_BITS + _STEP_BITS + _WEIGHT_BITS + _RANK_BITS
 _WEIGHT_UNIT = 1 << 80  # weights of 2**-27 to 2**47 are exact
-_ZERO_OR_ONE = bytes.maketrans(b"01", b"\0\1")
-_PLACE_VALUES = [1 << place for place in reversed(range(_WEIGHT_BITS))]
-
-
-def counts_exactly(dtype: torch.dtype, ranks: int) -> bool:
-    """Return True if sums of so many ones are exact in a dtype."""
-    return ranks <= 2 / torch.finfo(dtype).eps
 
 
 def _in_fixed_point(weight: float) -> int | None:
@@ -163,7 +157,7 @@ def _in_fixed_point(weight: float) -> int | None:
 
 def encode(status: Status, rank: int) -> bytes:
     """Return what a rank adds to the row."""
-    return _bits(status.round << 64 | status.batch, _PLACE_BITS) + _encode_rest(*status[2:], rank)
+    return bits_of(status.round << 64 | status.batch, _PLACE_BITS) + _encode_rest(*status[2:], rank)
 
 
 @functools.lru_cache(maxsize=64)  # it is the same in most rounds
@@ -203,11 +197,12 @@ def _encode_rest(
     )
     calls = (called << 32 | unused_forwards if has_pass else 0) << 8 | (steps if knows_steps else 0)
     failed = rank if part == Part.FAILED else 0
-    return counts + _bits(calls, _PASS_BITS + _STEP_BITS) + _bits(units or 0, _WEIGHT_BITS) + _bits(failed, _RANK_BITS)
-
-
-def _bits(number: int, count: int) -> bytes:
-    return format(number, f"0{count}b").encode().translate(_ZERO_OR_ONE)
+    return (
+        counts
+        + bits_of(calls, _PASS_BITS + _STEP_BITS)
+        + bits_of(units or 0, _WEIGHT_BITS)
+        + bits_of(failed, _RANK_BITS)
+    )
 
 
 def decode(places: Sequence[float]) -> Sums:
@@ -218,15 +213,9 @@ def decode(places: Sequence[float]) -> Sums:
         for size in (_PLACE_BITS, _COUNTS, _PASS_BITS, _STEP_BITS, _WEIGHT_BITS, _RANK_BITS)
     )
     told = Sums._make((*map(int, counts), False, 0.0, 0))
-    alike = {0, told.ranks}.issuperset(place) and {0, told.with_pass}.issuperset(passes)
-    alike = alike and {0, told.with_steps}.issuperset(steps)
-    weight = _total(weights) / _WEIGHT_UNIT if told.weighted else 0.0
-    return told._replace(differ=not alike, weight=weight, numbers_of_failed=_total(failed) if told.failed else 0)
-
-
-def _total(bits: Sequence[float]) -> int:
-    """Return the total of numbers of which each bit has been summed."""
-    return sum(map(mul, map(int, bits), _PLACE_VALUES[-len(bits) :]))
+    alike = are_alike(place, told.ranks) and are_alike(passes, told.with_pass) and are_alike(steps, told.with_steps)
+    weight = total_of(weights) / _WEIGHT_UNIT if told.weighted else 0.0
+    return told._replace(differ=not alike, weight=weight, numbers_of_failed=total_of(failed) if told.failed else 0)
 
 
 def sums_of(statuses: Sequence[Status]) -> Sums:

@@ -1,0 +1,123 @@
+"""Claim: nothing that a step does grows with the number of ranks.
+
+One process is a rank of a group of 2 to 65,536 ranks that sends nothing (PyTorch's ``fake`` backend). What a sum over
+ranks that say the same would give is written into the report, so that a step does what it does in a real group. Printed
+are the CPU times of one rank: making replicas, the first step, a settled step, steps of a loop over batches that ends,
+a comparison of weights, a sharded step; and the size of the report. Each world has a process of its own; worlds take
+turns, and medians over the rounds are printed, with the ratio to the smallest world.
+
+Not in it: the time of messages, which grows with the network, and what other ranks do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from harness import arguments, table
+from torch import Tensor, nn
+
+WORLDS = (2, 64, 1024, 8192, 65536)
+
+
+def timed(call: Callable[[], object], count: int = 1) -> float:
+    """Return the median CPU time of calls, in milliseconds."""
+    times = []
+    for _ in range(count):
+        begun = time.process_time()
+        call()
+        times.append(time.process_time() - begun)
+    return 1e3 * median(times)
+
+
+def sum_as_ranks_that_say_the_same() -> None:
+    """Let all-reduces of what ranks compare give what they would if all ranks had sent the same."""
+    from lockstep.distributed.comm import agreement
+    from lockstep.distributed.reduction.report.status import ReportLayout
+
+    read = ReportLayout.read
+
+    def read_sum(layout: ReportLayout, row: Tensor) -> object:
+        with torch.no_grad():
+            row[: layout.packed_buffers.start].mul_(dist.get_world_size())
+        return read(layout, row)
+
+    ReportLayout.read = read_sum  # type: ignore[method-assign]
+    agreement.are_alike = lambda sums, ranks: True
+
+
+def one_world(world: int, layers: int, count: int) -> None:
+    """Print what one rank of a world measures."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    import lockstep
+
+    sum_as_ranks_that_say_the_same()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
+    x = torch.randn(4, 64)
+    found = {"replicate": timed(lambda: lockstep.replicate(model))}
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    def loop() -> None:
+        for batch in lockstep.batches([x] * 3):
+            model.zero_grad()
+            model(batch).sum().backward()
+
+    found["first step"] = timed(step)
+    timed(step, 5)
+    found["step"] = timed(step, count)
+    found["batches of 3 steps"] = timed(loop, 3)
+    found["check_in_sync"] = timed(lambda: lockstep.check_in_sync(model), 3)
+    optimizer = lockstep.shard_optimizer(torch.optim.AdamW(model.parameters()))
+    step()
+    found["first sharded step"] = timed(optimizer.step)
+    times = []
+    for _ in range(max(3, count // 4)):
+        step()
+        times.append(timed(optimizer.step))
+    found["sharded step"] = median(times)
+    reducer = model.__dict__.get("_lockstep", None)
+    del reducer
+    print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    args = arguments(__doc__, 3, ("--world", {"type": int, "help": "measure one world, as a process of its own"}))
+    layers, count = (10, 4) if args.quick else (100, 40)
+    worlds = WORLDS[:2] if args.quick else WORLDS
+    times: dict[int, list[dict[str, float]]] = {world: [] for world in worlds}
+    for number in range(args.rounds):
+        for world in worlds if number % 2 == 0 else worlds[::-1]:
+            command = [sys.executable, __file__, "--one", str(world), str(layers), str(count)]
+            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            times[world].append(json.loads(output.splitlines()[-1]))
+    medians = {world: {name: median(each[name] for each in rows) for name in rows[0]} for world, rows in times.items()}
+    smallest = medians[worlds[0]]
+    rows = [
+        [f"{world:,}", *(f"{value:.1f} ({value / smallest[name]:.2f})" for name, value in found.items())]
+        for world, found in medians.items()
+    ]
+    print(table(["ranks", *(f"{name}, ms" for name in smallest)], rows))
+    from lockstep.distributed.reduction.report.status import ReportLayout
+
+    sizes = {world: 4 * ReportLayout(0, 0, world, 0, torch.float32).numel for world in worlds}
+    print(f"bytes of the report, without used and late parameters: {sizes}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        one_world(*map(int, sys.argv[2:]))
+    else:
+        main()
