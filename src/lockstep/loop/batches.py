@@ -56,9 +56,9 @@ def batches(
         group: The ranks; the default group if None.
         padding: A batch for a rank that has no batch at all.
 
-    Communicates one all-reduce when called, an all-gather if lengths differ, and nothing later. A loader without a length
-    (``IterableDataset``) is read one batch ahead. If any rank has such a loader, another all-gather tells which ranks
-    have a first batch, and the loop must synchronise in some backward pass.
+    Communicates one all-reduce when called, an all-gather if lengths differ, and nothing later. A loader without a
+    length (``IterableDataset``) is read one batch ahead. If any rank has such a loader, another all-reduce and, if they
+    differ, another all-gather tell which ranks have a first batch, and the loop must synchronise in some backward pass.
 
     Raises:
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives

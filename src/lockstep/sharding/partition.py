@@ -6,6 +6,7 @@ work so far.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -27,27 +28,36 @@ class Piece(NamedTuple):
 
 
 def cut_evenly(numels: Sequence[int], world: int) -> list[list[Piece]]:
-    """Return, for each rank, its range of parameters laid end to end; ranges differ by less than ``ALIGNED`` elements.
+    """Return, for each rank, its range of parameters laid end to end: the same number of elements for each, but for the
+    last ranks, which get what is left, and up to ``ALIGNED`` elements where a cut is moved.
+
+    Equal ranges, of a multiple of ``ALIGNED`` elements, lie at equal distances within a parameter. So the pieces of
+    many ranks are copied at once (``streams.py``).
 
     Example:
         >>> [[tuple(piece) for piece in pieces] for pieces in cut_evenly([100, 300], 2)]
         [[(0, 0, 100), (1, 0, 128)], [(1, 128, 300)]]
     """
     begins = [0, *accumulate(numels)]
-    cuts = [_aligned(begins, rank * begins[-1] // world) for rank in range(world)] + [begins[-1]]
-    return [list(_within(begins, cuts[rank], cuts[rank + 1])) for rank in range(world)]
+    each = -(-begins[-1] // (world * ALIGNED)) * ALIGNED
+    cuts = [_aligned(begins, min(rank * each, begins[-1])) for rank in range(world)] + [begins[-1]]
+    return [list(_within(begins, start, stop)) for start, stop in pairwise(cuts)]
 
 
 def _aligned(begins: Sequence[int], cut: int) -> int:
     """Move a cut to the nearest multiple of ``ALIGNED`` elements within its parameter, or to the parameter's end."""
-    for begin, end in pairwise(begins):
-        if cut < end:
-            return min(end, begin + round((cut - begin) / ALIGNED) * ALIGNED)
-    return cut
+    number = bisect_right(begins, cut)
+    if number == len(begins):
+        return cut
+    begin, end = begins[number - 1], begins[number]
+    return min(end, begin + round((cut - begin) / ALIGNED) * ALIGNED)
 
 
 def _within(begins: Sequence[int], start: int, stop: int) -> Iterator[Piece]:
-    for number, (begin, end) in enumerate(pairwise(begins)):
+    for number in range(bisect_right(begins, start) - 1, len(begins) - 1):
+        begin, end = begins[number], begins[number + 1]
+        if begin >= stop:
+            return
         if max(begin, start) < min(end, stop):
             yield Piece(number, max(begin, start) - begin, min(end, stop) - begin)
 

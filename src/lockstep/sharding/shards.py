@@ -33,7 +33,7 @@ from lockstep.sharding.placement import Groups, Placement
 from lockstep.sharding.promises import RandomNumbers, check_slices
 from lockstep.sharding.reduced import LateNumber, digests_of_gradients, number_of_gradients
 from lockstep.sharding.shown_state import ShownState
-from lockstep.sharding.streams import Moves, Streams
+from lockstep.sharding.streams import Moves, Streams, Targets
 
 Action = Callable[[Optimizer], Any]
 
@@ -52,6 +52,7 @@ class Shards:
         self._is_cut = granularity == "element"
         self._streams: Streams | None = None  # None if there is one rank
         self._moves: list[Moves] = []  # the places of each rank's pieces in the parameters
+        self._others = Targets([])  # those of the other ranks
         self._outside: list[tuple[list[Tensor], Any]] = []  # what the groups have between steps
         self._hooks: dict[str, Any] = {}
         self.has_loaded = False
@@ -71,6 +72,8 @@ class Shards:
             device = self.placement.placed[0].parameter.device if self.placement.placed else self.collectives.device
             self._streams = Streams(lengths, self.collectives, device)
             self._moves = [self._streams.moves(each) for each in places]
+            own = self.collectives.rank
+            self._others = Targets([None if rank == own else moves for rank, moves in enumerate(self._moves)])
 
     # -------------------------------------------------------------------------------------- a step
 
@@ -177,11 +180,10 @@ class Shards:
             if failure is not None:
                 raise failure
             return
-        rank = self.collectives.rank
-        others = [None if each == rank else moves for each, moves in enumerate(self._moves)]
-        marks = self._streams.gather(self._moves[rank], others, f"weights, {what}", int(failure is not None))
+        own = self._moves[self.collectives.rank]
+        failed = self._streams.gather(own, self._others, f"weights, {what}", int(failure is not None))
         self._cut_short = ""
-        if any(marks):
+        if failed:
             self._give_back(self._streams, what)
             self._failed = f"{what} of the optimizer has failed, after some ranks had changed their state"
             self._raise(what, failure)
@@ -220,7 +222,7 @@ class Shards:
         rank, world = self.collectives.rank, self.collectives.world
         targets: list[Moves | None] = [None] * world
         targets[(rank - 1) % world] = self._moves[rank]
-        streams.gather(self._moves[(rank + 1) % world], targets, f"weights from before {what}")
+        streams.gather(self._moves[(rank + 1) % world], Targets(targets), f"weights from before {what}")
 
     def _raise(self, what: str, failure: Exception | None) -> NoReturn:
         text = "" if failure is None else shortened(f"{type(failure).__name__}: {failure}", LONGEST_HEADLINE)

@@ -18,7 +18,7 @@ from lockstep.sharding.pieces import as_bytes, flat, in_order, is_same_order, me
 from lockstep.sharding.placement import OwnPiece, Placement
 from lockstep.sharding.shown_state import is_of_elements
 from lockstep.sharding.state_slice import StateSlice
-from lockstep.sharding.streams import Moves, Streams
+from lockstep.sharding.streams import Moves, Streams, Targets
 
 State = dict[Any, Any]
 
@@ -134,7 +134,7 @@ def full_state(placement: Placement, collectives: Collectives, keeps: bool) -> S
         moves: list[Moves | None] = [None] * len(told)
         if targets is not None:
             moves = [streams.moves(each) for each in targets]
-        streams.gather(streams.moves(places), moves, "state of the optimizer")
+        streams.gather(streams.moves(places), Targets(moves), "state of the optimizer")
     others = {key: value for key, value in placement.state.items() if not isinstance(key, Tensor)}
     return {**result.state(), **copy.deepcopy(others)} if keeps else {}
 

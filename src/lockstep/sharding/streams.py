@@ -6,7 +6,8 @@ each rank, and the next one is under way while the chunks of the last one are co
 bounded by two chunks of every rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,11 +52,86 @@ class Moves:
         if tensors:
             torch._foreach_copy_(tensors, views)
 
+    def parts(self, number: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the parts of the places in a chunk, each with the byte of the chunk where it begins."""
+        begin, tensors = self._chunks.get(number, (0, []))
+        for tensor in tensors:
+            yield begin, tensor
+            begin += tensor.numel()
+
     def _of_chunk(self, number: int, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parts of the places in a chunk, and the parts of its buffer that belong to them."""
         begin, tensors = self._chunks.get(number, (0, []))
         sizes = [tensor.numel() for tensor in tensors]
         return tensors, list(buffer[begin : begin + sum(sizes)].split_with_sizes(sizes))
+
+
+class _Run(NamedTuple):
+    """Parts of the same size, of ranks that follow each other, at equal distances in one memory: one copy."""
+
+    first: int
+    """The first of the ranks."""
+    begin: int
+    """The byte of each rank's chunk where its part begins."""
+    parts: list[Tensor]
+
+    def continues(self, rank: int, part: Tensor) -> bool:
+        """Return True if ``part``, of that rank, is the next one of the run."""
+        last = self.parts[-1]
+        if (
+            rank != self.first + len(self.parts)
+            or part.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
+        ):
+            return False
+        distance = part.data_ptr() - last.data_ptr()
+        if len(self.parts) == 1:
+            return distance >= last.numel()
+        return distance == last.data_ptr() - self.parts[-2].data_ptr()
+
+    def source(self) -> tuple[slice, slice]:
+        """Return the ranks, and the bytes of their chunks."""
+        return slice(self.first, self.first + len(self.parts)), slice(self.begin, self.begin + self.parts[0].numel())
+
+    def place(self) -> Tensor:
+        """Return all parts as one tensor, a row for each rank."""
+        first = self.parts[0]
+        distance = self.parts[1].data_ptr() - first.data_ptr() if len(self.parts) > 1 else first.numel()
+        return first.as_strided((len(self.parts), first.numel()), (distance, 1))
+
+
+class Targets:
+    """The places to which the streams of all ranks are copied; None for a rank of which nothing is copied."""
+
+    def __init__(self, moves: Sequence[Moves | None]) -> None:
+        self.moves = moves
+        self._runs: dict[int, tuple[list[Tensor], list[tuple[slice, slice]]]] = {}
+        self._views: dict[int, list[Tensor]] = {}
+
+    def copy_out(self, number: int, chunks: Tensor, is_kept: bool) -> None:
+        """Copy from the chunks of that number: a row for each rank; ``is_kept``: they are in the same memory in each
+        step."""
+        if number not in self._runs:
+            runs = self._find_runs(number)
+            self._runs[number] = [run.place() for run in runs], [run.source() for run in runs]
+        places, sources = self._runs[number]
+        views = self._views.get(number) or [chunks[source] for source in sources]
+        if is_kept:
+            self._views[number] = views
+        if places:
+            torch._foreach_copy_(places, views)
+
+    def _find_runs(self, number: int) -> list[_Run]:
+        found: list[_Run] = []
+        last: dict[tuple[int, int], _Run] = {}
+        for rank, moves in enumerate(self.moves):
+            for begin, part in moves.parts(number) if moves is not None else ():
+                run = last.get((begin, part.numel()))
+                if run is not None and run.continues(rank, part):
+                    run.parts.append(part)
+                else:
+                    found.append(_Run(rank, begin, [part]))
+                    last[begin, part.numel()] = found[-1]
+        return found
 
 
 class Streams:
@@ -71,8 +147,8 @@ class Streams:
         """Number of chunks."""
         self._gathers_in_chunks = device.type == "cpu" and collectives.shares_memory
         # Memory that is freed in each step goes back to the system, with some of the next forward's.
-        keeps = device.type == "cpu" and not self._gathers_in_chunks
-        self._kept = self._make_buffers() if keeps else []
+        self.keeps = device.type == "cpu" and not self._gathers_in_chunks
+        self._kept = self._make_buffers() if self.keeps else []
 
     def _make_buffers(self) -> list[Tensor]:
         size = self.chunk * self._collectives.world
@@ -82,28 +158,28 @@ class Streams:
         """Return the copies between a stream and flat tensors of bytes."""
         return Moves(places, self.chunk)
 
-    def gather(self, own: Moves, targets: Sequence[Moves | None], what: str, mark: int = 0) -> list[int]:
-        """Send this rank's stream, copy the streams of all ranks to ``targets``, by rank, and return every rank's mark.
+    def gather(self, own: Moves, targets: Targets, what: str, mark: int = 0) -> bool:
+        """Send this rank's stream, and copy the streams of all ranks to ``targets``.
 
-        If any mark is not zero, nothing is copied. Communicates one all-gather for each chunk, or one for all where
-        ranks share memory. On accelerators marks take a small all-gather of their own, before anything else: to read
-        one from a chunk, the host would wait for the device.
+        Returns True if any mark is not zero; then nothing is copied. Communicates one all-gather for each chunk, or one
+        for all where ranks share memory. On accelerators the marks are compared by a small collective of their own,
+        before anything else: to read one from a chunk, the host would wait for the device.
         """
         chunks = _Chunks(self, own, targets, mark)
         if self._device.type != "cpu":
-            chunks.marks = all_gather_object(mark, f"marks of {what}", self._collectives)
-            if any(chunks.marks):
-                return chunks.marks
+            chunks.refused = any(all_gather_object(mark, f"marks of {what}", self._collectives))
+            if chunks.refused:
+                return True
         if self._gathers_in_chunks:
             self._collectives.gather_in_chunks(chunks, what).wait()
         else:
             self._gather_one_by_one(chunks, what)
-        return chunks.marks
+        return bool(chunks.refused)
 
     def _gather_one_by_one(self, chunks: "_Chunks", what: str) -> None:
         """Copy a chunk while the next one is under way; but nothing before all marks are known."""
         rank, both = self._collectives.rank, self._kept or self._make_buffers()
-        buffers = [each.view(-1, self.chunk).unbind() for each in both]
+        buffers = [each.view(-1, self.chunk) for each in both]
 
         def begin(number: int) -> Pending:
             of_all, own = both[number % 2], buffers[number % 2][rank]
@@ -116,23 +192,24 @@ class Streams:
             if has_next:
                 chunks.put(number + 1, buffers[(number + 1) % 2][rank])
             pending.wait()
-            if number == 0 and chunks.is_refused(buffers[0]):
+            if number == 0 and chunks.is_refused(buffers[0][:, 0]):
                 return
             if has_next:
                 pending = begin(number + 1)
-            chunks.take(number, buffers[number % 2])
+            chunks.take_all(number, buffers[number % 2])
 
 
 class _Chunks:
     """The chunks of one gather: see :class:`~lockstep._base.abilities.Chunks`."""
 
-    def __init__(self, streams: Streams, own: Moves, targets: Sequence[Moves | None], mark: int) -> None:
+    def __init__(self, streams: Streams, own: Moves, targets: Targets, mark: int) -> None:
         self.count = streams.count
         self.nbytes = streams.chunk
-        self.marks: list[int] = []
-        """The mark of each rank, once they are known: at the latest when the first chunks have come."""
+        self.refused: bool | None = None
+        """True if the mark of some rank is not zero; None until marks are known, when the first chunks have come."""
         self._own = own
         self._targets = targets
+        self._is_kept = streams.keeps
         self._mark = mark
 
     def put(self, number: int, buffer: Tensor) -> None:
@@ -141,18 +218,23 @@ class _Chunks:
             buffer[:HEAD_BYTES] = self._mark
         self._own.copy_in(number, buffer)
 
-    def is_refused(self, buffers: Sequence[Tensor]) -> bool:
-        """Read the marks in the first chunks, unless they are known; return True if any is not zero."""
-        self.marks = self.marks or torch.stack([buffer[0] for buffer in buffers]).tolist()
-        return any(self.marks)
+    def is_refused(self, marks: Tensor) -> bool:
+        """Read the marks of the first chunks, unless they are known; return True if any is not zero."""
+        if self.refused is None:
+            self.refused = bool(marks.any())
+        return self.refused
 
     def take(self, number: int, buffers: Sequence[Tensor]) -> None:
         """Copy the chunks of all ranks to their places, unless a mark is not zero."""
-        if any(self.marks) or (number == 0 and self.is_refused(buffers)):
+        if self.refused or (number == 0 and self.is_refused(torch.stack([buffer[0] for buffer in buffers]))):
             return
-        for target, buffer in zip(self._targets, buffers, strict=True):
+        for target, buffer in zip(self._targets.moves, buffers, strict=True):
             if target is not None:
                 target.copy_out(number, buffer)
+
+    def take_all(self, number: int, chunks: Tensor) -> None:
+        """Copy the chunks of all ranks, a row for each, to their places."""
+        self._targets.copy_out(number, chunks, self._is_kept)
 
 
 def chunk_bytes(longest: int, world: int) -> int:

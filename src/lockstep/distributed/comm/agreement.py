@@ -139,6 +139,8 @@ def check_same_on_all_ranks(
     """
     digest = None if error else text_digest(json.dumps(lines))
     rows = all_gather_object([digest, *numbers], "digest of the module", collectives)
+    if digest is not None and first_differing(rows) is None:
+        return [list(numbers)] * collectives.world
     digests = [each for each, *_ in rows]
     ranks = collectives.global_ranks
     if None in digests:
