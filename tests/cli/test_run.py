@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,14 +99,23 @@ def test_the_first_failure_is(case, tmp_path):
     assert (first, failed.status) == (rank, status)
 
 
-def run_under_a_launcher(rank, program):
+def run_under_a_launcher(rank, *program):
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with contextlib.redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit) as end:
-        main(["run", program, "3"])
+        main(["run", *program, "3"])
     return output.getvalue(), end.value.code
+
+
+def run_as_a_module(rank, program):
+    os.chdir(Path(program).parent)
+    return run_under_a_launcher(rank, "-m", "program")
+
+
+def test_a_module_is_run_as_python_does(program):
+    assert run_processes(1, run_as_a_module, program) == [("torch gloo 0.0 3\n", 3)]
 
 
 def test_without_patch_a_program_keeps_pytorch_s_wrapper_and_makes_its_own_group(program):
@@ -116,6 +126,11 @@ def test_without_patch_a_program_keeps_pytorch_s_wrapper_and_makes_its_own_group
     ("arguments", "told"),
     [
         (["nothing.py"], "nothing.py: there is no such file; expected a Python program"),
+        (
+            ["-m", "nothing_like_it"],
+            "lockstep: -m nothing_like_it: there is no such module, or it is a package without",
+        ),
+        (["-m", "nothing_like.it"], "lockstep: -m nothing_like.it: the module cannot be found (No module named"),
         (["--ranks", "0", __file__], "lockstep run: argument --ranks: '0' is no number of at least 1"),
         (["--backend", "shmm", __file__], "lockstep: --backend: there is no backend 'shmm'; did you mean shm?"),
         (["--bakend", "shm", __file__], "lockstep run: there is no '--bakend': did you mean --backend?"),

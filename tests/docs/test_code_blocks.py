@@ -25,7 +25,18 @@ import sim as simulator
 from processes import be_launched, run_processes
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = {"accelerate", "horovod", "lightning", "ray", "torchft", "transformers"}
+OPTIONAL = {
+    "accelerate",
+    "horovod",
+    "lightning",
+    "ray",
+    "tensorboard",
+    "torchft",
+    "torchmetrics",
+    "tqdm",
+    "transformers",
+    "wandb",
+}
 BLOCK = re.compile(r"^(?:<!-- python\n(?P<hidden>.*?)^-->|```(?P<kind>python|diff)\n(?P<shown>.*?)^```)$", re.M | re.S)
 
 

@@ -42,6 +42,12 @@ def test_each_process_has_an_accelerator_of_its_own():
     assert devices(2, 0) == ["cpu", "cpu"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told():
+    (told,) = devices(1, 0, "cuda:0")
+    assert told.startswith("session(device='cuda:0'): PyTorch sees no accelerator in this process; leave the device ")
+
+
 @pytest.mark.parametrize("device", [None, "sim"])
 @pytest.mark.parametrize(("accelerators", "there"), [(1, "1 accelerator"), (2, "2 accelerators")])
 def test_more_processes_than_accelerators_are_an_error_on_every_rank_that_says_what_to_type(

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -56,14 +57,17 @@ def add_to(subparsers: Any) -> None:
         help="make the default process group before the program starts, with this backend (such as shm); frameworks "
         "then use it",
     )
-    parser.add_argument("program", help="a Python file")
+    parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as for python -m")
+    parser.add_argument("program", help="a Python file; with -m the name of a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the program; return its exit status. If several processes run it, return that of the first one to fail."""
-    if not Path(options.program).is_file():
+    if options.module:
+        _file_of_module(options.program)
+    elif not Path(options.program).is_file():
         raise OptionError(f"{options.program}: there is no such file; expected a Python program")
     if options.backend:
         check_backend(options.backend, "--backend")
@@ -73,6 +77,21 @@ def run(options: argparse.Namespace) -> int:
     return _launch(options, ranks)
 
 
+def _file_of_module(name: str) -> str:
+    """Return the file that ``python -m NAME`` runs, with the current folder first among those that are searched."""
+    if sys.path[:1] != [os.getcwd()]:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:
+        raise OptionError(f"-m {name}: the module cannot be found ({error})") from error
+    if found is None or found.origin is None:
+        raise OptionError(f"-m {name}: there is no such module, or it is a package without __main__.py")
+    return found.origin
+
+
 def _run_here(options: argparse.Namespace) -> int:
     """Run the program in this process, which is a rank."""
     if options.patch:
@@ -80,9 +99,14 @@ def _run_here(options: argparse.Namespace) -> int:
     if options.backend:
         dist.init_process_group(options.backend)
     sys.argv = [options.program, *options.arguments]
-    sys.path.insert(0, str(Path(options.program).resolve().parent))
+    file = _file_of_module(options.program) if options.module else options.program
+    if not options.module:
+        sys.path.insert(0, str(Path(file).resolve().parent))
     try:
-        runpy.run_path(options.program, run_name="__main__")
+        if options.module:
+            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(file, run_name="__main__")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # the process that started the ranks says it
     except SystemExit as end:
@@ -90,7 +114,7 @@ def _run_here(options: argparse.Namespace) -> int:
         raise
     except Exception as error:
         _note_failure(error, 1)
-        error.__traceback__ = _of_the_program(error, options.program)
+        error.__traceback__ = _of_the_program(error, file)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     finally:
@@ -157,6 +181,7 @@ def _launch(options: argparse.Namespace, ranks: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     chosen = ["--patch"] if options.patch else []
     chosen += ["--backend", options.backend] if options.backend else []
+    chosen += ["-m"] if options.module else []
     command = ["-m", "lockstep_command", "run", *chosen, options.program, *options.arguments]
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what ranks print is read from files

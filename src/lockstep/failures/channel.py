@@ -147,10 +147,11 @@ class FailureChannel:
     def _wait_for_all(self, deadline: float, timeout: float) -> None:
         """Return when every rank has sent its place; raise if one fails before that, or does not come."""
         with self._changed:
-            while missing := [rank for rank in self.global_ranks if rank not in self.places]:
+            while len(self.places) < len(self.global_ranks):
                 if self.failure is not None or (left := deadline - time.monotonic()) <= 0:
                     break
                 self._changed.wait(left)
+        missing = [rank for rank in self.global_ranks if rank not in self.places]
         if not missing:
             return
         text = absent(missing, len(self.global_ranks), timeout)

@@ -98,6 +98,11 @@ def choose_device(asked: str | torch.device | None, environment: Environment) ->
     found = accelerator()
     if asked is None and found is None:
         return torch.device("cpu")
+    if found is None and torch.device(asked or "cpu").type not in ("cpu", "meta"):
+        raise DeviceError(
+            f"session(device={str(asked)!r}): PyTorch sees no accelerator in this process; leave the device out to "
+            "train on the CPU, or see what `python -m torch.utils.collect_env` and CUDA_VISIBLE_DEVICES say"
+        )
     device = torch.device(found.type) if asked is None and found is not None else resolve_device(asked or "cpu")
     if device.type == "cpu":
         return device
