@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from harness import arguments, table
+from harness import arguments, ratio, table
 from torch import Tensor, nn
 
 WORLDS = (2, 64, 1024, 8192, 65536)
@@ -125,6 +125,9 @@ def main() -> None:
     ]
     headers = ["ranks", *(f"{name}, ms" for name in smallest)]
     table("CPU time of one rank, and its ratio to the smallest world", headers, rows)
+    smallest, largest = (medians[world] for world in (worlds[0], worlds[-1]))
+    for name in ("step", "replicate", "sharded step"):
+        ratio(f"{name} of {worlds[-1]:,} ranks over that of {worlds[0]}", largest[name], smallest[name])
     from lockstep.distributed.reduction.report.status import ReportLayout
 
     sizes = {world: 4 * ReportLayout(0, 0, world, 0, torch.float32).numel for world in worlds}

@@ -25,7 +25,7 @@ GROUPS = [
     ),
     (
         "All-reduce, shm / Gloo: two ranks",
-        "cpu-2-cores-shm.txt",
+        "shm-cpu-2-cores.txt",
         [
             ("4 KB", "4 KB: shm / gloo"),
             ("1 MB", "1 MB: shm / gloo"),
@@ -35,7 +35,7 @@ GROUPS = [
     ),
     (
         "Preparing two replicas in one process, lockstep / torch.nn.parallel.replicate",
-        "cpu-2-cores.txt",
+        "all-cpu-2-cores-2026-11-20.txt",
         [
             ("24-layer encoder", "training, encoder, 24 layers, 768 wide, 2 replicas, lockstep / rebuilt"),
             ("30 residual blocks", "training, residual, 30 blocks, 2 replicas, lockstep / rebuilt"),

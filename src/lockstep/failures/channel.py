@@ -281,6 +281,9 @@ class FailureChannel:
                 if (left := begin + limit - time.monotonic()) <= 0:
                     return False
                 self._changed.wait(min(left, LOOK_SECONDS))
+            has_died = not self.ended <= self.left.keys()
+        if has_died:  # it may not be known yet that this is a failure
+            self._known.wait(GRACE_SECONDS)
         return True
 
     def close(self) -> None:
