@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lockstep
+import lockstep.check
 import lockstep.checkpoints
 from lockstep import errors, local
 
@@ -32,6 +33,7 @@ PUBLIC = [
     lockstep.shares,
     lockstep.sharding,
     lockstep.checkpoints,
+    lockstep.check,
     lockstep.shm,
     local,
     local.comm,

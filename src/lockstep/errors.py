@@ -23,6 +23,7 @@
     │   └── PeerFailure                       another rank failed, was killed, or left; with its step and traceback
     │       └── StalledError                  the other ranks no longer wait for this one
     ├── InspectionError (RuntimeError)        another process of this host cannot be inspected
+    ├── CheckError (RuntimeError)             a case of lockstep.check that fails in one process
     ├── ShardingError (RuntimeError, ValueError) an optimizer that cannot be sharded, or a use that needs all of it
     │   └── UnknownOptimizerError         the program has to say how it may be divided; also an OptionError
     └── ShareError (RuntimeError)             a backward or an optimizer's step outside of the order of shares
@@ -149,6 +150,10 @@ class StalledError(PeerFailure):
 
 class InspectionError(LockstepError, RuntimeError):
     """A process of this host cannot be asked for its progress or its stacks; the message says why."""
+
+
+class CheckError(LockstepError, RuntimeError):
+    """A case of ``lockstep.check`` fails in one process, so that there is nothing to compare the ranks with."""
 
 
 class ShardingError(LockstepError, RuntimeError, ValueError):

@@ -43,7 +43,8 @@ USES = {
         "lockstep.failures",
         "lockstep.loop",
     },
-    "lockstep.cli": {"lockstep.checkpoints", "lockstep.failures"},
+    "lockstep.check": {"lockstep.distributed"},
+    "lockstep.cli": {"lockstep.check", "lockstep.checkpoints", "lockstep.failures"},
 }
 """The rooms, and which others the files of each import; all use the files beside them, which are the first room.
 

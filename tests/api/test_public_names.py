@@ -170,6 +170,19 @@ PUBLIC = {
         audit(model, every=100)
         fingerprint(model, optimizer=None)
     """,  # noqa: E501
+    "lockstep.check": """
+        class Case(model, batches, loss=None, optimizer=None, steps=None, step=None, collate=None)
+        class Finding(cause, text)
+            .section
+        class Report(ranks, wrap, precision, tolerance, comparisons=(), findings=(), error='')
+            .as_json()
+            .conclusion()
+            .is_equal
+            .rows()
+            .title
+        assert_equal_to_one_process(case, ranks=2, wrap='lockstep', **options)
+        compare_with_one_process(case, ranks=2, wrap='lockstep', *, split='even', precision='float64', dropout='off', tolerance=None, backend=None, timeout=120.0)
+    """,  # noqa: E501
     "lockstep.sharding": """
         class ShardedOptimizer(params, defaults)
             .add_param_group(param_group)
@@ -238,6 +251,7 @@ PUBLIC = {
         AgreementError(LockstepError, RuntimeError, ValueError)
         AlreadyManagedError(NotReplicableError, AssertionError)
         AuditError(ShareError)
+        CheckError(LockstepError, RuntimeError)
         CheckpointError(LockstepError, RuntimeError)
         CommunicationError(LockstepError, RuntimeError)
         CrashLoopError(CheckpointError)
@@ -317,6 +331,7 @@ def test_the_public_names_and_signatures_are_those_of_the_table(module_name):
 
 PACKAGES = [
     "lockstep",
+    "lockstep.check",
     "lockstep.distributed",
     "lockstep.local",
     "lockstep.loop",

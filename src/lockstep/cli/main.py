@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 import lockstep
-from lockstep.cli import bench, doctor, run, runs, stacks, trace
+from lockstep.cli import bench, check, doctor, run, runs, stacks, trace
 from lockstep.cli.parser import Parser
-from lockstep.errors import LockstepError, OptionError
+from lockstep.errors import CheckError, LockstepError, OptionError
 
-SUBCOMMANDS = (run, doctor, bench, trace, stacks, runs)
+SUBCOMMANDS = (run, check, doctor, bench, trace, stacks, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.call(options))
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
-        return 2 if isinstance(error, OptionError) else 1
+        return 2 if isinstance(error, OptionError | CheckError) else 1
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
