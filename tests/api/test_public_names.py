@@ -138,6 +138,7 @@ PUBLIC = {
         class Batches(loader, groups, padding)
             .is_padding
             .weight
+        class GatheredRows(rows, own)
         class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>, own_seconds=<factory>, own_seconds_before=<factory>)
             .as_dict()
             .as_json()
@@ -148,6 +149,7 @@ PUBLIC = {
         agree(flag, group=None)
         batches(loader, *modules, group=None, padding=None)
         check_in_sync(module, process_group=None, **unknown)
+        gather_rows(value, module)
         mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)
         shard(dataset, group=None)

@@ -4,6 +4,8 @@ from lockstep.loop.accumulation import accumulate as accumulate
 from lockstep.loop.batches import Batches as Batches
 from lockstep.loop.batches import batches as batches
 from lockstep.loop.batches import shard as shard
+from lockstep.loop.gather_rows import GatheredRows as GatheredRows
+from lockstep.loop.gather_rows import gather_rows as gather_rows
 from lockstep.loop.in_sync import check_in_sync as check_in_sync
 from lockstep.loop.mean_over_ranks import mean_over_ranks as mean_over_ranks
 from lockstep.loop.metrics import mean as mean
@@ -19,11 +21,13 @@ from lockstep.loop.stop_and_skip import stop_when as stop_when
 
 __all__ = [
     "Batches",
+    "GatheredRows",
     "TrainingStatistics",
     "accumulate",
     "agree",
     "batches",
     "check_in_sync",
+    "gather_rows",
     "mean",
     "mean_over_ranks",
     "shard",

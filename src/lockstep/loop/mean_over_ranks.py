@@ -70,22 +70,22 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     modules = scheduler_of(group).modules.numbered()
-    behind = _numbers_behind(listed, modules) if has_graph else []
+    behind = numbers_behind(listed, modules) if has_graph else []
     graphs = check_same_on_all_ranks(lines, collectives, [has_graph, *behind])
     joined = torch.empty(0, requires_grad=True) if any(row[0] for row in graphs) else None
     means: tuple[Tensor, ...] = _Mean.apply(collectives, joined, *listed) if listed else ()
     for number in sorted({number for row in graphs for number in row[1:]} & modules.keys()):
-        _lead_to(modules[number], means[0])
+        lead_to(modules[number], means[0])
     return means[0] if isinstance(tensors, Tensor) else means
 
 
-def _numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, Reducer]) -> list[int]:
+def numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, Reducer]) -> list[int]:
     """Return the numbers of the replicated modules whose parameters these tensors depend on."""
     reach = reach_of({"tensors": tensors, "accumulate_grad": True}) if modules else ReachableLeaves()
     return [number for number, module in modules.items() if module.is_within(reach, False)]
 
 
-def _lead_to(module: Reducer, mean: Tensor) -> None:
+def lead_to(module: Reducer, mean: Tensor) -> None:
     """Tell ``module`` of every pass through ``mean``, since it may reach its parameters on other ranks only."""
     reached = WeakMethod(module.on_output_grad)
 

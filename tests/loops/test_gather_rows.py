@@ -1,0 +1,417 @@
+"""Rows of all ranks: losses that compare them have the gradients of one process, or there is an error by name."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+import lockstep
+from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, PeerError
+from lockstep.loop import gather_rows
+from processes import run_processes
+from threaded import run_ranks
+
+ROWS = {1: (6,), 2: (4, 2), 3: (3, 1, 2)}
+"""By the number of ranks, the rows that each has."""
+worlds = pytest.mark.parametrize("world", ROWS)
+
+
+def parts(tensor, rank):
+    return tensor.split(ROWS[rank.world])[rank.rank]
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Encoder(nn.Module):
+    """Features of unit length, and a temperature that only the loss uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.double()
+
+    def forward(self, x):
+        return normalize(self.layers(x), dim=1)
+
+
+def similar(features, scale, labels=None):
+    """Each row is to be most like the next one."""
+    labels = torch.arange(len(features)).roll(1) if labels is None else labels
+    return scale.exp() * features @ features.T, labels
+
+
+def whole_loss(model, x):
+    """Each rank computes the loss of all rows."""
+    features, _ = gather_rows(model(x), model)
+    return cross_entropy(*similar(features, model.scale))
+
+
+def own_part(model, x):
+    """Each rank computes the part of its own rows, so that the mean over the ranks is the whole loss."""
+    features, own = gather_rows(model(x), model)
+    logits, labels = similar(features, model.scale)
+    ranks = model.ranks
+    return cross_entropy(logits[own], labels[own], reduction="sum") * ranks / len(features)
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def close(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-14, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def beside_one_process(world, loss_of, *inputs, **attributes):
+    """The gradients of a loss over the ranks' rows are those of one process."""
+    torch.manual_seed(0)
+    plain = Encoder()
+    plain.ranks = 1
+    vars(plain).update(attributes)
+    models = [copy.deepcopy(plain) for _ in range(world)]
+    loss_of(plain, *inputs).backward()
+
+    def work(rank):
+        model = lockstep.replicate(models[rank.rank], process_group=rank.group)
+        model.ranks = world
+        for _ in range(2):  # the second pass is in the order of the plan
+            model.zero_grad()
+            loss_of(model, *(parts(each, rank) for each in inputs)).backward()
+        close(gradients(model), gradients(plain))
+
+    run_ranks(world, work)
+
+
+@worlds
+@pytest.mark.parametrize("loss_of", [whole_loss, own_part])
+def test_gradients_are_those_of_one_process(world, loss_of):
+    beside_one_process(world, loss_of, drawn(6, 5))
+
+
+# ------------------------------------------------------------------------------------------------ the recipes
+
+PAGE = (Path(__file__).parents[2] / "docs" / "whole_batch.md").read_text()
+
+
+def recipe(name):
+    """A function of the page of recipes, with what it uses."""
+    blocks = [ast.parse(block) for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)]
+    found = {"torch": torch, "lockstep": lockstep}
+    block = next(b for b in blocks if any(isinstance(n, ast.FunctionDef) and n.name == name for n in b.body))
+    kept = [n for n in block.body if isinstance(n, ast.FunctionDef | ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(kept, []), "<page>", "exec"), found)
+    return found[name]
+
+
+@worlds
+def test_clip(world):
+    loss = recipe("clip_loss")
+    beside_one_process(world, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
+
+
+@worlds
+def test_clip_with_the_logits_of_own_rows(world):
+    loss = recipe("clip_loss_of_own_rows")
+    beside_one_process(world, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
+
+
+@worlds
+def test_simclr(world):
+    loss = recipe("simclr_loss")
+    beside_one_process(world, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
+
+
+@worlds
+def test_batch_hard_triplets(world):
+    loss = recipe("triplet_loss")
+    labels = torch.tensor([0, 1, 0, 1, 2, 2])
+    beside_one_process(world, lambda model, x, y: loss(model, model(x), y), drawn(6, 5), labels)
+
+
+@worlds
+def test_a_queue_of_negatives(world):
+    """Three steps: the queue has the keys of all ranks, in the order of the ranks, on each of them."""
+    step = recipe("moco_loss")
+    torch.manual_seed(0)
+    plain, keys = Encoder(), Encoder().requires_grad_(False)
+    models = [copy.deepcopy(plain) for _ in range(world)]
+    batches = [(drawn(6, 5, seed=n), drawn(6, 5, seed=10 + n)) for n in range(3)]
+
+    def trained(model, rank):
+        queue = normalize(drawn(8, 4, seed=20), dim=1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for a, b in batches:
+            if rank is not None:
+                a, b = parts(a, rank), parts(b, rank)
+            optimizer.zero_grad()
+            loss, queue = step(model, model(a), keys(b), queue)
+            loss.backward()
+            optimizer.step()
+        return {**{name: p.detach() for name, p in model.named_parameters()}, "queue": queue}
+
+    wanted = trained(plain, None)
+
+    def work(rank):
+        model = lockstep.replicate(models[rank.rank], process_group=rank.group)
+        close(trained(model, rank), wanted)
+
+    run_ranks(world, work)
+
+
+@worlds
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_micro_batches_with_cached_gradients(world, size):
+    """The ranks have different numbers of micro-batches."""
+    step = recipe("cached_backward")
+    torch.manual_seed(0)
+    plain = Encoder()
+    models = [copy.deepcopy(plain) for _ in range(world)]
+    x = drawn(6, 5)
+    whole_loss(plain, x).backward()
+
+    def loss_of(model, features):
+        return cross_entropy(*similar(gather_rows(features, model).rows, model.scale))
+
+    def work(rank):
+        model = lockstep.replicate(models[rank.rank], process_group=rank.group)
+        step(model, parts(x, rank), loss_of, size)
+        close(gradients(model), gradients(plain))
+
+    run_ranks(world, work)
+
+
+# ------------------------------------------------------------------------------------------------- its contract
+
+
+@worlds
+def test_nested_rows_and_what_is_this_ranks(world):
+    x, labels = drawn(6, 5), torch.arange(6)
+
+    def work(rank):
+        model = lockstep.replicate(Encoder(), process_group=rank.group)
+        given = {"x": parts(x, rank), "labels": parts(labels, rank), "name": "kept", "half": parts(x, rank).bfloat16()}
+        rows, own = gather_rows(given, model)
+        assert torch.equal(rows["x"], x)
+        assert torch.equal(rows["labels"], labels)
+        assert torch.equal(rows["half"], x.bfloat16())
+        assert rows["name"] == "kept"
+        assert torch.equal(rows["labels"][own], given["labels"])
+        assert rows["x"].grad_fn is None
+        assert not rows["x"].requires_grad
+        if world == 1:
+            assert rows is given
+
+    run_ranks(world, work)
+
+
+def test_a_rank_without_rows():
+    x = drawn(4, 5)
+
+    def work(rank):
+        torch.manual_seed(0)
+        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
+        whole_loss(model, x[:4] if rank.rank == 0 else x[:0]).backward()
+        plain = rank.make(Encoder)
+        whole_loss_alone(plain, x).backward()
+        close(gradients(model), gradients(plain))
+
+    run_ranks(2, work)
+
+
+def whole_loss_alone(model, x):
+    return cross_entropy(*similar(model(x), model.scale))
+
+
+def test_only_tensors_that_need_a_gradient_somewhere_have_a_graph():
+    """Rank 1's features are frozen: its backward sends what rank 0 needs."""
+    x = drawn(6, 5)
+
+    def work(rank):
+        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
+        features = model(parts(x, rank))
+        if rank.rank == 1:
+            features = features.detach()
+        (rows, constant), _ = gather_rows((features, parts(x, rank)), model)
+        assert rows.requires_grad
+        assert not constant.requires_grad
+        rows.square().sum().mul(torch.arange(1.0, 3.0).sum()).backward()
+        plain = rank.make(Encoder)
+        (3 * plain(x[:4]).square().sum()).backward()
+        close({"w": model.layers[0].weight.grad}, {"w": plain.layers[0].weight.grad})
+        with torch.no_grad():
+            assert not gather_rows(model(parts(x, rank)), model).rows.requires_grad
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_of_gradients(world):
+    """A penalty on the gradient of the features, through the rows of all ranks."""
+    x = drawn(6, 5)
+
+    def penalised(model, x):
+        features = model(x)
+        rows = gather_rows(features, model).rows
+        loss = cross_entropy(*similar(rows, model.scale))
+        (grad,) = torch.autograd.grad(loss, features, create_graph=True)
+        scale = 1 / model.ranks  # each rank computes the whole loss
+        return loss + model.ranks * (scale * grad).square().sum()
+
+    beside_one_process(world, penalised, x)
+
+
+def test_gradcheck_of_both_orders():
+    x = drawn(4, 3)
+
+    def work(rank):
+        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
+        given = x.split((3, 1))[rank.rank].clone().requires_grad_()
+        weights = drawn(4, 3, seed=5)
+        rows = gather_rows(given, model).rows
+        (first,) = torch.autograd.grad((rows.pow(3) * weights).sum(), given, create_graph=True)
+        own = slice(0, 3) if rank.rank == 0 else slice(3, 4)
+        torch.testing.assert_close(first, 2 * 3 * x[own].square() * weights[own])
+        (second,) = torch.autograd.grad(first.square().sum(), given)
+        # Both ranks' losses depend on this rank's rows, and both ranks' penalties go through its graph.
+        wanted = x[own].clone().requires_grad_()
+        whole = 6 * wanted.square() * weights[own]
+        (expected,) = torch.autograd.grad(whole.square().sum(), wanted)
+        torch.testing.assert_close(second, expected)
+
+    run_ranks(2, work)
+
+
+def test_under_autocast():
+    x = drawn(6, 5).float()
+
+    def work(rank):
+        model = lockstep.replicate(rank.make(Encoder).float(), process_group=rank.group)
+        with torch.autocast("cpu", torch.bfloat16):
+            features = model.layers(parts(x, rank))
+            rows = gather_rows(features, model).rows
+            assert rows.dtype == torch.bfloat16
+            rows.float().square().mean().backward()
+        plain = rank.make(Encoder).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            plain.layers(x).float().square().mean().backward()
+        found, wanted = model.layers[0].weight.grad, plain.layers[0].weight.grad
+        assert (found - wanted).norm() < 2**-6 * wanted.norm()
+
+    run_ranks(2, work)
+
+
+def test_collectives_are_one_each_way():
+    x = drawn(6, 5)
+
+    def work(rank):
+        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
+        whole_loss(model, parts(x, rank)).backward()
+        before = rank.group._get_sequence_number_for_group()
+        rows = gather_rows((parts(x, rank).clone().requires_grad_(), parts(x, rank)), model).rows
+        forward = rank.group._get_sequence_number_for_group()
+        rows[0].sum().backward()
+        return forward - before, rank.group._get_sequence_number_for_group() - forward
+
+    assert set(run_ranks(2, work, hosts="aa")) == {(2, 1)}
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+
+WRONG = {
+    "dtype": (torch.ones(2, 3), torch.ones(2, 3).double(), AgreementError, "rank 0 has float32 of shape"),
+    "width": (torch.ones(2, 3), torch.ones(2, 4), AgreementError, r"\(rows, 4\)"),
+    "structure": (torch.ones(2, 3), [torch.ones(2, 3)] * 2, AgreementError, "the number of tensors given"),
+    "scalar": (torch.ones(()), torch.ones(()), OptionError, "value without dimensions"),
+    "nothing": (1.0, 1.0, OptionError, "got no tensor"),
+    "rows": ([torch.ones(2), torch.ones(3)], [torch.ones(2), torch.ones(2)], OptionError, "2 rows in|on rank 0 whose"),
+    "sparse": (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), OptionError, "expected a dense"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "kind", "message"), WRONG.values(), ids=WRONG)
+def test_rows_that_cannot_be_gathered_are_an_error_on_every_rank(first, second, kind, message):
+    def work(rank):
+        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
+        with pytest.raises(kind, match=message):
+            gather_rows(second if rank.rank else first, model)
+        whole_loss(model, torch.ones(2, 5).double()).backward()  # the group can be used further
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("calls", [(1, 0), (1, 2)])
+def test_ranks_that_call_it_at_different_times_hear_of_it(calls):
+    def work(rank):
+        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
+        x = torch.ones(2, 5, dtype=torch.float64)
+        loss = model(x).sum()
+        for _ in range(calls[rank.rank]):
+            loss = loss + gather_rows(model(x), model).rows.sum()
+        loss.backward()
+
+    errors = run_ranks(2, work, hosts="aa", errors=True, group_timeout=5)
+    assert all(isinstance(error, CommunicationError | PeerError | AgreementError) for error in errors), errors
+    assert any("rows" in str(error) or "digest of the module" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_a_backward_that_fails_on_one_rank_fails_on_all(second_order):
+    class Boom(Exception):
+        pass
+
+    def work(rank):
+        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
+        features = model(torch.ones(2, 5, dtype=torch.float64))
+        rows = gather_rows(features, model).rows
+        if second_order:
+            (rows,) = torch.autograd.grad(rows.pow(3).sum(), features, create_graph=True)
+        if rank.rank == 1:
+            rows.register_hook(fail)
+        with pytest.raises(Boom if rank.rank else PeerError):
+            rows.square().sum().backward()
+        assert model.layers[0].weight.grad is None
+        model.zero_grad()
+        whole_loss(model, torch.ones(2, 5).double()).backward()
+
+    def fail(grad):
+        raise Boom
+
+    run_ranks(2, work)
+
+
+def test_modules_that_it_refuses():
+    def work(rank):
+        shares = lockstep.replicate(rank.make(Encoder), process_group=rank.group, shares=2)
+        with pytest.raises(OptionError, match="without shares="):
+            gather_rows(torch.ones(2, 3), shares)
+
+    run_ranks(2, work)
+
+
+def test_one_process_needs_no_replicated_module():
+    x = torch.ones(2, 3)
+    rows, own = gather_rows(x, Encoder())
+    assert rows is x
+    assert own == slice(0, 2)
+
+
+def not_replicated(rank):
+    with pytest.raises(NotReplicableError, match="is not replicated"):
+        gather_rows(torch.ones(2, 3), Encoder())
+
+
+def test_several_ranks_need_a_replicated_module():
+    run_processes(2, not_replicated)
