@@ -14,9 +14,8 @@ from lockstep.check.processes import started
 from lockstep.check.sources import parse_source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "not_equal.md").read_text()
-BLOCKS = dict(
-    re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n((?:(?!^```).)*?^def wrong.*?)^```$", PAGE, re.M | re.S)
-)
+_PAIR = r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n((?:(?!^```).)*?^def wrong.*?)^```$"
+BLOCKS = dict(re.findall(_PAIR, PAGE, re.M | re.S))
 CAUSES = {heading: cause for cause, heading in SECTIONS.items()}
 
 CASE = """

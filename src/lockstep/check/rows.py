@@ -91,9 +91,9 @@ def rows_taken_wrongly(whole: Sequence[str], by_rank: Sequence[Sequence[str]]) -
 def period_of(steps: Sequence[Sequence[str]]) -> int | None:
     """Return the number of steps after which the batches of a rank come again in the same order; None if they do not.
 
-    Batches that are all the same have no order.
+    Batches that are all the same have no order, and one that comes again proves nothing.
     """
-    for period in range(2, len(steps)):
+    for period in range(2, len(steps) - 1):
         head, tail = list(steps[:period]), list(steps[period:])
         if len({tuple(rows) for rows in head}) > 1 and tail == (head * len(steps))[: len(tail)]:
             return period
