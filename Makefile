@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Four workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
 PYTEST := -m pytest -m "not soak and not hosts and not launchers" -n 4
 # Tests of what is around the library: its pages, examples, command, package and benchmarks, and the tests' own tools.
-AROUND := tests/api tests/benchmarks tests/cli tests/clients tests/docs tests/examples tests/package tests/tools \
+AROUND := tests/api tests/benchmarks tests/check tests/cli tests/clients tests/docs tests/examples tests/package tests/tools \
 	tests/gradients/test_compile.py tests/gradients/test_tensor_parallel.py tests/session/test_restarts.py
 
 .PHONY: train test test-around test-all test-matrix test-clients test-launchers test-hosts check format docs bench gpu soak dist clean

@@ -84,6 +84,12 @@ WRONG = [
     (planted.right, planted.draws_anew, {}, "initial-weights", "before the first step"),
     (planted.right, planted.takes_rank_0s, {}, "not-synchronised", "all ranks have that of the rows of rank 0"),
     (planted.right, planted.fails, {}, "failed", "rank 1 fails in step 0: ValueError: this rank cannot"),
+    (planted.right, planted.sums, {"precision": "bf16"}, "summed", "averaged"),
+    (planted.mean_of_tokens, "ddp", {"precision": "bf16"}, "mean-of-means", "0.1"),
+    (planted.scaled_learning_rate, "ddp", {"precision": "bf16"}, "learning-rate", "times as long"),
+    (planted.no_sync_around_all, "ddp", {"precision": "float32"}, "not-synchronised", "no gradient"),
+    (planted.own_learning_rate, "ddp", {"precision": "bf16"}, "drift", "although the gradients are equal"),
+    (planted.normalised, "ddp", {"precision": "bf16"}, "batch-statistics", "1 normalises"),
     (planted.right, "ddp", {"tolerance": 0.0}, "rounding", "order of sums"),
 ]
 

@@ -68,7 +68,7 @@ def diagnose(comparison: Comparison, around: Surroundings) -> Finding:
     said = f"{comparison.kind[:-1]} {first.name} {_where(comparison)} {_amount(first)}"
     if comparison.step is None:
         return Finding("initial-weights", f"{said}; replicas must start with the same values")
-    if max(each.difference for each in comparison.differing) <= around.rounding:
+    if all(each.alike and each.difference <= around.rounding for each in comparison.differing):
         return Finding("rounding", f"{said}, which the order of sums explains")
     judge = {"gradients": _of_gradients, "weights": _of_weights, "buffers": _of_buffers}[comparison.kind]
     return judge(said, comparison, around)
@@ -78,31 +78,31 @@ def _of_gradients(said: str, comparison: Comparison, around: Surroundings) -> Fi
     apart = [each for each in comparison.differing if not each.alike or each.of_one is not None]
     if apart:
         return _not_synchronised(said, apart, comparison)
-    first = comparison.differing[0]
-    factors = {None if each.own_factor is None else round(each.own_factor, 4) for each in comparison.differing}
-    by_reduction = next(iter(factors)) if len(factors) == 1 else None
-    if by_reduction == around.ranks:
+    slack = max(1e-3, around.rounding)
+    by_reduction = _common([each.own_factor for each in comparison.differing], slack)
+    if _is(by_reduction, around.ranks, slack):
         return Finding("summed", f"{said}: the ranks' gradients are summed instead of averaged")
-    if by_reduction == round(1 / around.ranks, 4):
+    if _is(by_reduction, 1 / around.ranks, slack):
         return Finding("averaged-twice", f"{said}: the ranks' gradients are divided by their number twice")
-    ratios = {None if each.ratio is None else round(each.ratio, 4) for each in comparison.differing}
-    if len(ratios) == 1 and first.ratio is not None:
-        return _factor(said, first.ratio, around, by_reduction)
-    if around.scaled and by_reduction == 1.0:
+    ratio = _common([each.ratio for each in comparison.differing], slack)
+    is_mean = _is(by_reduction, 1, slack)
+    if ratio is not None:
+        return _factor(said, ratio, around.ranks, is_mean, slack)
+    if around.scaled and is_mean:
         by = ", ".join(f"{each:.3g} on rank {rank}" for rank, each in enumerate(around.scaled))
         return Finding(
             "clipped-before",
             f"{said}: each rank changes its own gradient before the ranks' are averaged (a factor of {by}); clip the "
             "mean, after backward has synchronised it",
         )
-    if around.weights is not None and by_reduction == 1.0:
+    if around.weights is not None and is_mean:
         return _mean_of_means(said, around.weights, around)
     if around.batch_norms:
         return Finding(
             "batch-statistics",
             f"{said}: {around.batch_norms[0]} normalises with the statistics of each rank's rows; use SyncBatchNorm",
         )
-    if by_reduction == 1.0:
+    if is_mean:
         return Finding(
             "whole-batch-loss",
             f"{said}: it is the mean of the ranks' own gradients, of which no weighted sum is that of one process, so "
@@ -131,16 +131,16 @@ def _not_synchronised(said: str, apart: Sequence[Facts], comparison: Comparison)
     return Finding("not-synchronised", f"{said}: {whose}; {why}")
 
 
-def _factor(said: str, ratio: float, around: Surroundings, by_reduction: float | None) -> Finding:
-    if by_reduction == 1.0:
+def _factor(said: str, ratio: float, ranks: int, is_mean: bool, slack: float) -> Finding:
+    if is_mean:
         return Finding(
             "own-factor",
             f"{said}: each rank's own gradient has this factor, before the reduction; a loss that sums or divides by "
             "the rows of all ranks, or micro-batches that are not divided by their number",
         )
-    if abs(ratio - around.ranks) < 1e-3:
+    if _is(ratio, ranks, slack):
         return Finding("summed", f"{said}: the ranks' gradients are summed instead of averaged")
-    if abs(ratio * around.ranks - 1) < 1e-3:
+    if _is(ratio, 1 / ranks, slack):
         return Finding("averaged-twice", f"{said}: the ranks' gradients are divided by their number twice")
     return Finding("own-factor", f"{said}: the whole gradient is multiplied")
 
@@ -165,9 +165,8 @@ def _of_weights(said: str, comparison: Comparison, around: Surroundings) -> Find
             "drift",
             f"{said}, although the gradients are equal: something changes weights on each rank in its own way",
         )
-    ratios = {None if each.ratio is None else round(each.ratio, 3) for each in comparison.differing}
-    first = comparison.differing[0].ratio
-    if len(ratios) == 1 and first is not None:
+    first = _common([each.ratio for each in comparison.differing], max(1e-3, around.rounding))
+    if first is not None:
         return Finding(
             "learning-rate",
             f"{said}: equal gradients, but each step is {first:.4g} times as long; the learning rate depends on the "
@@ -182,6 +181,18 @@ def _of_buffers(said: str, comparison: Comparison, around: Surroundings) -> Find
         f"{said}; gradients and weights are equal. Buffers have the statistics of one rank's rows: use SyncBatchNorm, "
         'or replicate(model, buffer_policy="mean")',
     )
+
+
+def _common(factors: Sequence[float | None], slack: float) -> float | None:
+    """Return the factor that all tensors have, if they have one."""
+    first = factors[0]
+    if first is None or not all(each is not None and _is(each, first, slack) for each in factors):
+        return None
+    return first
+
+
+def _is(factor: float | None, expected: float, slack: float) -> bool:
+    return factor is not None and abs(factor - expected) <= slack * abs(expected)
 
 
 def _where(comparison: Comparison) -> str:

@@ -12,6 +12,9 @@ PRECISIONS = {"float64": 1e-6, "float32": 1e-3, "bf16": 2**-5}
 
 ``bf16`` is autocast to bfloat16 with weights in float32. One rounding is 2**-9 there; a gradient goes through several.
 """
+AFTER_A_STEP = 16
+"""In float32 and bf16, differences may be this many times as large from the first optimizer step on, and are relative
+to the largest tensor: Adam divides a gradient by its size, so what was rounding becomes a step of full length."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,10 +59,22 @@ class Comparison:
 
 
 def compare(
-    kind: str, step: int | None, wanted: Values, by_rank: Sequence[Values], tolerance: float, own: Sequence[Values] = ()
+    kind: str,
+    step: int | None,
+    wanted: Values,
+    by_rank: Sequence[Values],
+    tolerance: float,
+    own: Sequence[Values] = (),
+    *,
+    to_largest: bool = False,
 ) -> Comparison:
-    """Compare the tensors of all ranks with those of one process; ``own`` is what each rank computes alone."""
+    """Compare the tensors of all ranks with those of one process, and with each other.
+
+    ``own`` is what each rank computes alone. ``to_largest``: differences are relative to the norm of the largest
+    tensor.
+    """
     scale = max((float(_flat(each).norm()) for each in wanted.values() if each is not None), default=0.0)
+    scale = scale / _FLOOR if to_largest else scale
     names = list(wanted) + [name for name in dict.fromkeys(n for each in by_rank for n in each) if name not in wanted]
     largest, differing = 0.0, []
     for name in names:
@@ -73,7 +85,7 @@ def compare(
         want, *got = [torch.zeros_like(like) if each is None else each for each in present]
         difference = max(distance(each, want, scale) for each in got)
         largest = max(largest, difference)
-        if difference > tolerance:
+        if difference > tolerance or not _alike(got, tolerance, scale):
             alone = [each.get(name) for each in own]
             differing.append(_facts(name, difference, want, got, alone, max(tolerance, 1e-9), scale))
     return Comparison(kind, step, len(names), largest, tuple(differing))
@@ -135,7 +147,7 @@ def _facts(
     tolerance: float,
     scale: float,
 ) -> Facts:
-    alike = all(distance(each, got[0], scale) <= tolerance for each in got)
+    alike = _alike(got, tolerance, scale)
     ratios = tuple(factor_between(each, want, tolerance, scale) for each in got)
     if not alone:
         return Facts(name, difference, ratios, alike)
@@ -144,9 +156,14 @@ def _facts(
     mean = torch.stack([each.to(torch.float64) for each in own]).mean(0)
     of_one = next((r for r, each in enumerate(own) if alike and distance(got[0], each, scale) <= tolerance), None)
     factor = factor_between(got[0], mean, tolerance, scale) if alike else None
-    if factor == 1.0 or of_one is None or distance(mean, own[of_one], scale) <= tolerance:
+    if of_one is None or distance(mean, own[of_one], scale) <= tolerance:
         of_one = None
     return Facts(name, difference, ratios, alike, is_own, of_one, factor)
+
+
+def _alike(got: Sequence[Tensor], tolerance: float, scale: float) -> bool:
+    """Return True if all ranks have the same tensor: what they compute after the reduction is the same arithmetic."""
+    return all(distance(each, got[0], scale) <= max(min(tolerance, 1e-6), 1e-9) for each in got)
 
 
 def _flat(tensor: Tensor) -> Tensor:

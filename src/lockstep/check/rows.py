@@ -1,6 +1,7 @@
 """The rows of batches: which ones a rank takes, and whether the ranks together take each row of one process once."""
 
 import hashlib
+import io
 import pickle
 from collections import Counter
 from collections.abc import Sequence
@@ -109,7 +110,22 @@ def _digest(values: Sequence[Any]) -> str:
     for value in values:
         if isinstance(value, Tensor):
             digest.update(str((value.dtype, tuple(value.shape))).encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes_of(value))
         else:
-            digest.update(pickle.dumps(value))
+            stream = io.BytesIO()
+            _Pickler(stream).dump(value)
+            digest.update(stream.getvalue())
     return digest.hexdigest()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a tensor as its bytes; pickle writes addresses of its memory, too."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return bytes, (_bytes_of(value),)
+        return NotImplemented
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
