@@ -10,6 +10,8 @@ import pytest
 from lockstep.check.checking import check, make_options
 from lockstep.check.job import PRECISIONS
 from lockstep.check.processes import started
+from lockstep.check.sources import parse_source
+from lockstep.errors import CheckError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -99,3 +101,30 @@ def test_a_fault_is_named_by_its_cause(processes, case, wrap, options, cause, wo
     report = findings(processes, case, wrap, **options)
     assert causes(report)[:1] == [cause], str(report)
     assert words in report.findings[0].text
+
+
+NOTHING = {
+    "raise ValueError('no data')": "ValueError: no data",
+    "return 3": "returned a int; expected a lockstep.check.Case",
+    "return Case(net, [torch.ones(4, 3)], lambda m, x: m(x).sum() * float('nan'))": "is not finite in one process",
+    "return Case(net, [torch.ones(4, 3)], step=lambda *_: None)": "no weight of the case has moved",
+    "return Case(net, [torch.ones(1, 3)], lambda m, x: m(x).sum())": "has 1 rows for 2 ranks",
+    "return Case(net, [], lambda m, x: m(x).sum())": r"Case\(\) got no batches",
+    "return Case(net, [1])": "neither a loss nor a step",
+}
+
+
+@pytest.mark.parametrize(("body", "message"), NOTHING.items())
+def test_a_case_with_nothing_to_compare_cannot_be_checked(processes, body, message, tmp_path):
+    head = "import torch\nfrom lockstep.check import Case\nnet = torch.nn.Linear(3, 1)\ndef case():\n    "
+    file = tmp_path / f"nothing{list(NOTHING).index(body)}.py"
+    file.write_text(head + body + "\n")
+    with pytest.raises(CheckError, match=message):
+        findings(processes, parse_source(f"{file}:case", "case"))
+
+
+def test_a_rank_that_hangs_ends_the_check_and_says_where_it_is():
+    with started(12) as processes:
+        report = findings(processes, planted.right, planted.hangs)
+    assert causes(report) == ["failed"]
+    assert "in hangs" in report.error

@@ -48,6 +48,7 @@ WRONG = {
     f"{DIGITS} --split 1,2,3": "has 3 numbers for 2 ranks",
     f"{DIGITS} --split odd": "there is no split 'odd'",
     f"{DIGITS} --ranks 1": "compares nothing",
+    f"{DIGITS} --backend shn": "shn",
     f"{DIGITS} --wrap x.py:wrap": "there is no file x.py",
 }
 

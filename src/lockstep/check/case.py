@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lockstep.check.rows import Split, take_rows
+from lockstep.check.rows import Split, count_rows, take_rows
 from lockstep.errors import OptionError
 
 Batches = Sequence[Any] | Callable[[int, int], Iterable[Any]]
@@ -72,9 +72,19 @@ class Case:
             raise OptionError("Case() got no batches; give one whole batch at least")
 
 
-def whole_batches(case: Case) -> Iterator[Any]:
-    """Yield the batches of one process."""
-    return _first(case, case.batches(0, 1) if callable(case.batches) else cycle(case.batches))
+def whole_batches(case: Case, ranks: int, split: Split) -> Iterator[Any]:
+    """Yield the batches of one process; raise :class:`OptionError` for one that leaves a rank without rows."""
+    if callable(case.batches):
+        yield from _first(case, case.batches(0, 1))
+        return
+    for batch in _first(case, cycle(case.batches)):
+        rows = count_rows(batch, case.collate is not None)
+        if rows < ranks and isinstance(split, str):
+            raise OptionError(
+                f"a whole batch of the case has {rows} rows for {ranks} ranks, so that a rank has none; give larger "
+                "batches, or fewer ranks"
+            )
+        yield batch
 
 
 def batches_of_rank(case: Case, rank: int, ranks: int, split: Split) -> Iterator[Any]:

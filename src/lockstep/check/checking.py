@@ -1,9 +1,11 @@
 """Checks a case: one process beside N, and what a difference means."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+from lockstep.arguments import check_backend
 from lockstep.check.case import Case
 from lockstep.check.diagnosis import Finding, Surroundings, diagnose
 from lockstep.check.dropout import DROPOUTS
@@ -59,7 +61,7 @@ def compare_with_one_process(
 
     Raises:
         OptionError: An argument makes no sense, or a function cannot be imported by other processes.
-        CheckError: The case fails in one process.
+        CheckError: The case fails in one process, or trains nothing there.
 
     Example: see :func:`assert_equal_to_one_process`.
 
@@ -75,6 +77,7 @@ def check(options: Options, processes: Processes, tolerance: float) -> Report:
     one, *records = processes.run([Job(options, None), *[Job(options, rank) for rank in range(options.ranks)]])
     if one.error:
         raise CheckError(f"the case fails in one process, so there is nothing to compare with:\n{one.error}")
+    _check_trained(one)
     name = options.wrap if isinstance(options.wrap, str) else options.wrap.name
     report = Report(options.ranks, name, options.precision, tolerance)
     if any(each.error for each in records):
@@ -85,6 +88,24 @@ def check(options: Options, processes: Processes, tolerance: float) -> Report:
         *_of_tensors(processes, options, one, records, comparisons, tolerance),
     ]
     return dataclasses.replace(report, comparisons=tuple(comparisons), findings=tuple(findings))
+
+
+def _check_trained(one: Record) -> None:
+    """Raise :class:`CheckError` if one process has trained nothing that could be compared."""
+    before, has_moved = one.weights, False
+    for number, step in enumerate(one.steps):
+        for name, each in ((step.gradients or {}) | step.weights).items():
+            if each is not None and not each.isfinite().all():
+                raise CheckError(f"{name} or its gradient is not finite in one process, in step {number}")
+        has_moved = has_moved or any(
+            not each.equal(before[name]) for name, each in step.weights.items() if name in before
+        )
+        before = step.weights
+    if not has_moved:
+        raise CheckError(
+            f"no weight of the case has moved in one process, in {len(one.steps)} steps; give batches, an optimizer "
+            "and a loss that train"
+        )
 
 
 def assert_equal_to_one_process(
@@ -134,6 +155,10 @@ def make_options(
             raise OptionError(f"there is no {name} {value!r}; expected {', '.join(known)}")
     if isinstance(wrap, str) and wrap not in WRAPS:
         raise OptionError(f"there is no wrap {wrap!r}; expected {', '.join(WRAPS)}, or FILE.py:FUNCTION")
+    if wrap == "accelerate" and importlib.util.find_spec("accelerate") is None:
+        raise OptionError("accelerate is not installed, which wrap='accelerate' needs")
+    if backend is not None:
+        check_backend(backend, "the backend of a check")
     if ranks < 2:
         raise OptionError(f"a check of {ranks} ranks compares nothing; expected 2 or more")
     divided: Split = parse_split(split if isinstance(split, str) else ",".join(map(str, split)), ranks)

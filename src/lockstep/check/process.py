@@ -1,10 +1,12 @@
 """The processes of a check: each builds the case, trains its steps, and records gradients, weights and buffers."""
 
 import contextlib
+import faulthandler
 import importlib
 import os
 import pickle
 import random
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -77,6 +79,7 @@ def _do(folder: Path, number: int, store: Path) -> NoReturn:
     log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # before it is ended because it takes too long
     job, record = _job(folder, number), Record()
     try:
         _join(job, store if job.place[1] > 1 else folder / f"store{number}alone")
@@ -171,11 +174,11 @@ class _Recorder:
     def _batches(self) -> Iterator[Any]:
         job, ranks, split = self.job, self.options.ranks, self.options.split
         if job.rank is None:
-            return whole_batches(self.case)
+            return whole_batches(self.case, ranks, split)
         own = batches_of_rank(self.case, job.rank, ranks, split)
         if job.alone is None:
             return own
-        return self._then_own(whole_batches(self.case), own, job.alone)
+        return self._then_own(whole_batches(self.case, ranks, split), own, job.alone)
 
     @staticmethod
     def _then_own(whole: Iterator[Any], own: Iterator[Any], last: int) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from lockstep import network
 from lockstep.check.job import Job, Record
 
 _SHOWN = 2000  # characters of what a process has printed
+_TO_WRITE = 0.5  # seconds that a process has to write where it is
 _GRACE = 10.0
 """Seconds that the other ranks have to end after one has failed."""
 
@@ -47,8 +48,7 @@ class Processes:
             self._server.stdin.flush()
         late = self._wait(dict(zip(numbers, jobs, strict=True)))
         for number in late:
-            with contextlib.suppress(OSError):
-                os.kill(int(self._path(number, "pid").read_text()), signal.SIGKILL)
+            self._end(number)
         return [self._record(number) for number in numbers]
 
     def _wait(self, running: dict[int, Job]) -> list[int]:
@@ -66,13 +66,21 @@ class Processes:
                         deadline = min(deadline, time.monotonic() + _GRACE)
         return list(running)
 
+    def _end(self, number: int) -> None:
+        """End a process that takes too long, after it has written where it is."""
+        with contextlib.suppress(OSError):
+            process = int(self._path(number, "pid").read_text())
+            os.kill(process, signal.SIGUSR1)
+            time.sleep(_TO_WRITE)
+            os.kill(process, signal.SIGKILL)
+
     def _record(self, number: int) -> Record:
         path, ended = self._path(number, "record"), self._path(number, "ended")
         if path.exists():
             record: Record = torch.load(path, weights_only=False)  # written by this check
             return record
-        log = self._path(number, "log") if ended.exists() else self._folder / "server.log"
-        said = log.read_text(errors="replace").strip()[-_SHOWN:] if log.exists() else ""
+        logs = [log for log in (self._path(number, "log"), self._folder / "server.log") if log.exists()]
+        said = logs[0].read_text(errors="replace").strip()[-_SHOWN:] if logs else ""
         how = f"ended with exit status {ended.read_text()}" if ended.exists() else "did not end in time"
         return Record(error=f"{said}\nthe process {how}".strip())
 
