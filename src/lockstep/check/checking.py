@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from lockstep.arguments import check_backend
+from lockstep._base.arguments import check_backend
 from lockstep.check.case import Case
 from lockstep.check.diagnosis import Finding, Surroundings, diagnose
 from lockstep.check.dropout import DROPOUTS

@@ -21,13 +21,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 import lockstep
+from lockstep._base.tree import tree_map
 from lockstep.check.case import Case, batches_of_rank, make_optimizer, run_step, whole_batches
 from lockstep.check.dropout import Dropout
 from lockstep.check.job import Job, Options, Record, Step, Tensors
 from lockstep.check.rows import digests_of
 from lockstep.check.wrapping import WRAPS, named_inside, whole
 from lockstep.errors import OptionError
-from lockstep.tree import tree_map
 
 _SEED = 0x10C57E9  # of the function that builds the case; a program that seeds is unlikely to take the same
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep import network
+from lockstep._base import network
 from lockstep.check.job import Job, Record
 
 _SHOWN = 2000  # characters of what a process has printed

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep._base.tree import Tree
 from lockstep.errors import OptionError, StructureError
-from lockstep.tree import Tree
 
 Split = str | tuple[int, ...]
 """``even`` (one block of rows for each rank, sizes differ by at most one), ``strided`` (every N-th row), or the number

@@ -8,19 +8,20 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Module
 
+from lockstep._base.dtensors import local_part
+from lockstep._base.inner_tensors import is_plain
+from lockstep._base.tree import Tree
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.comm.collectives import Collectives, resolve_group
-from lockstep.distributed.reduction.engine import current_pass
-from lockstep.distributed.reduction.graph import MeanInPass
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.groups import resolve_group
+from lockstep.distributed.reduction.autograd.engine import current_pass
+from lockstep.distributed.reduction.autograd.graph import MeanInPass
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import find_replication, replication_of
-from lockstep.dtensors import local_part
 from lockstep.errors import OptionError, PeerError
-from lockstep.inner_tensors import is_plain
 from lockstep.loop.mean_over_ranks import lead_to, numbers_behind
 from lockstep.phases import Phases
-from lockstep.tree import Tree
 
 _ROWS = "rows of all ranks"
 
@@ -53,8 +54,8 @@ def gather_rows(value: Any, module: Module) -> GatheredRows:
         ``(rows, own)``: a value like the one given, and the slice of its rows that are this rank's, for labels. On one
         rank they are the value itself, and all rows. Tensors that need no gradient on any rank have no graph.
 
-    Communicates one small all-gather, which compares shapes and tells the numbers of rows, and one all-gather of the
-    rows, padded to the longest. Each backward through the rows takes one all-to-all, so every rank must run it equally
+    Communicates one small all-reduce, which compares shapes and numbers of rows, a small all-gather of these if they
+    differ, and one all-gather of the rows, padded to the longest. Each backward through the rows takes one all-to-all, so every rank must run it equally
     often; the gradient is differentiable again. Every rank must call this function equally often, too.
 
     Raises:
