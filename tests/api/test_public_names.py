@@ -135,6 +135,16 @@ PUBLIC = {
         training_state_dict(module)
     """,  # noqa: E501
     "lockstep.loop": """
+        class BalancedSampler(costs, batch_size=None, *, batch_cost=None, seed=0, shuffle=True, drop_last=False, padded=False, process_group=None)
+            .batches(loader)
+            .describe()
+            .go_through(loader)
+            .left()
+            .load_state_dict(state)
+            .repeat_last(loader)
+            .samples_ahead(batches)
+            .set_epoch(epoch)
+            .state_dict()
         class Batches(loader, groups, padding)
             .is_padding
             .weight

@@ -19,7 +19,6 @@ from lockstep._base.inner_tensors import is_plain
 from lockstep._base.run_all import RunAll
 from lockstep._base.tree import tree_map
 from lockstep._base.wrapper import unwrapped
-from lockstep.checkpoints.sampler import ResumableSampler
 from lockstep.distributed.replication.replication import Replication, find_replication, own_names
 from lockstep.errors import CheckpointError, OptionError
 
@@ -103,10 +102,8 @@ def _entry(name: str, value: Any) -> Entry:
     target = unwrapped(given)
     kind = _kind_of(name, target)
     own = isinstance(value, PerRank) or kind == GENERATOR
-    if isinstance(target, ResumableSampler):
-        own = own or not target.same_on_all_ranks
-    else:
-        own = own or isinstance(target, DataLoader | Sampler)
+    if isinstance(target, DataLoader | Sampler):
+        own = own or not getattr(target, "same_on_all_ranks", False)
     return Entry(name, target, kind + OWN if own else kind, given)
 
 

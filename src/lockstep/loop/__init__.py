@@ -1,6 +1,7 @@
 """The functions that a training loop calls: batches, accumulation, stops, skipped batches, metrics, checks."""
 
 from lockstep.loop.accumulation import accumulate as accumulate
+from lockstep.loop.balanced_sampler import BalancedSampler as BalancedSampler
 from lockstep.loop.batches import Batches as Batches
 from lockstep.loop.batches import batches as batches
 from lockstep.loop.batches import shard as shard
@@ -20,6 +21,7 @@ from lockstep.loop.stop_and_skip import skipped as skipped
 from lockstep.loop.stop_and_skip import stop_when as stop_when
 
 __all__ = [
+    "BalancedSampler",
     "Batches",
     "GatheredRows",
     "TrainingStatistics",

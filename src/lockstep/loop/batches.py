@@ -18,14 +18,16 @@ import torch
 from torch.nn import Module
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from lockstep._base.digests import text_digest
 from lockstep._base.loader_workers import workers_protected
 from lockstep._base.tree import tree_map
-from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.comm.agreement import all_gather_object, check_same_on_all_ranks, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
+from lockstep.loop.balanced_sampler import BalancedBatches, counted
 from lockstep.loop.stop_and_skip import groups_of
 from lockstep.phases import Phases
 
@@ -88,12 +90,12 @@ class Batches(Generic[B]):
             raise OptionError(
                 f"batches() got {loader!r} of type {type(loader).__name__}; expected a loader, or another iterable"
             )
-        self._loader = loader
+        self._loader = loader = counted(loader)
         self._schedulers = sorted((scheduler_of(each) for each in groups), key=lambda each: each.order)
         self._own = _length(loader)
         self._padding = padding if padding is not None or self._own else _repeat_last(loader)
         has_padding = self._padding is not None
-        self._rows = [_agree_on_lengths(self._own, has_padding, each.decisions) for each in self._schedulers]
+        self._rows = [_agree_on_lengths(self._own, has_padding, each.decisions, loader) for each in self._schedulers]
         self._lengths = [length for rows in self._rows for length, _ in rows]
         self._looks_ahead = min(self._lengths) < 0
         self._may_be_empty = any(padded for rows in self._rows for _, padded in rows)
@@ -235,15 +237,22 @@ def _repeat_last(loader: object) -> Any:
     return None if repeat is None else repeat()
 
 
-def _agree_on_lengths(own: int, has_padding: bool, decisions: Decisions) -> list[tuple[int, bool]]:
+def _agree_on_lengths(
+    own: int, has_padding: bool, decisions: Decisions, loader: object = None
+) -> list[tuple[int, bool]]:
     """Exchange the length of each rank's loader, and, for loaders without one, if there is a first batch.
 
-    Requests to stop travel with them. Raises on every rank if some rank has no batch to iterate over.
+    Requests to stop travel with them. Raises on every rank if some rank has no batch to iterate over, or if loaders
+    that describe themselves (of a ``BalancedSampler``) differ.
     """
     collectives = Collectives(decisions.group, Phases())
-    told = all_gather_object([own, has_padding, decisions.asks_to_stop], "numbers of batches", collectives)
+    lines = loader.describe() if isinstance(loader, BalancedBatches) else []
+    digest = text_digest(repr(lines)) if lines else 0
+    told = all_gather_object([own, has_padding, digest, decisions.asks_to_stop], "numbers of batches", collectives)
+    if first_differing([digest for _, _, digest, _ in told]) is not None:
+        check_same_on_all_ranks(lines, collectives)
     decisions.hear_requests(any(stops for *_, stops in told))
-    rows: list[tuple[int, bool]] = [(length, padded) for length, padded, _ in told]
+    rows: list[tuple[int, bool]] = [(length, padded) for length, padded, *_ in told]
     for rank, (length, padded) in zip(collectives.global_ranks, rows, strict=True):
         if length == 0 and not padded and any(other > 0 for other, _ in rows):
             raise OptionError(

@@ -1,0 +1,120 @@
+"""How samples of unequal cost are dealt."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep._base.deal import costs_of, deal, deal_padded, digest_of
+from lockstep.errors import OptionError
+
+
+def cost(parts, costs):
+    return max(sum(costs[place] for place in part) for part in parts)
+
+
+def padded_cost(parts, costs):
+    return max(len(part) * max((costs[place] for place in part), default=0) for part in parts)
+
+
+def best(costs, parts, value):
+    """The least cost of all deals there are."""
+    return min(
+        value([[place for place, part in enumerate(of) if part == each] for each in range(parts)], costs)
+        for of in itertools.product(range(parts), repeat=len(costs))
+    )
+
+
+@pytest.mark.parametrize("function", [deal, deal_padded])
+@pytest.mark.parametrize(
+    ("costs", "parts"), [([], 1), ([], 3), ([4], 3), ([0, 0, 0], 2), ([1, 1, 1, 1], 4), ([7, 1, 1], 2), ([5, 0, 0], 3)]
+)
+def test_every_sample_is_dealt_once_and_no_part_is_empty_without_need(function, costs, parts):
+    dealt = function(costs, parts)
+    assert sorted(itertools.chain(*dealt)) == list(range(len(costs)))
+    assert len(dealt) == parts
+    assert sum(map(bool, dealt)) == min(len(costs), parts)
+
+
+def test_a_deal_by_hand():
+    assert deal([9, 1, 1, 7, 1, 1], 2) == [[0, 4], [1, 2, 3, 5]]
+    assert deal_padded([8, 2, 2, 2, 2, 1], 2) == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_few_samples_are_dealt_as_well_as_possible():
+    rng = random.Random(3)
+    for _ in range(60):
+        costs = [float(rng.randint(0, 9)) for _ in range(rng.randint(1, 7))]
+        parts = rng.randint(1, 3)
+        assert padded_cost(deal_padded(costs, parts), costs) == best(costs, parts, padded_cost)
+        assert cost(deal(costs, parts), costs) == best(costs, parts, cost)
+
+
+@pytest.mark.parametrize("each", [2, 3, 4, 6, 16])
+def test_eight_parts_are_at_most_two_percent_above_the_best(each):
+    """The best is known, since the costs are cut from eight equal parts."""
+    rng = random.Random(each)
+    for _ in range(20):
+        costs = []
+        for _ in range(8):
+            pieces = [rng.uniform(0.3, 1) for _ in range(each)]
+            costs += [1000 * piece / sum(pieces) for piece in pieces]
+        rng.shuffle(costs)
+        assert cost(deal(costs, 8), costs) <= 1020
+
+
+def test_exchanges_find_what_the_longest_first_miss():
+    assert sorted(deal([3, 3, 2, 2, 2], 2)) == [[0, 1], [2, 3, 4]]
+
+
+def test_the_result_depends_on_the_costs_alone():
+    costs = [random.Random(1).lognormvariate(5, 0.8) for _ in range(50)]
+    random.seed(0)
+    first = deal(costs, 7)
+    random.seed(1)
+    assert deal(costs, 7) == first
+
+
+# ---------------------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [3, 1, 2],
+        (3.0, 1.0, 2.0),
+        torch.tensor([3, 1, 2]),
+        np.array([3, 1, 2]),
+        ["abc", "a", "ab"],
+        [[7, 7, 7], [7], [7, 7]],
+        [torch.zeros(3), torch.zeros(1, 9), torch.zeros(2)],
+        lambda sample: [3, 1, 2][sample],
+    ],
+    ids=["list", "tuple", "tensor", "array", "texts", "tokens", "tensors", "function"],
+)
+def test_costs_may_be_given_as(given):
+    assert list(costs_of(given, 3, "f()")) == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([1, -1, 1], "sample 1 is a finite number"),
+        ([1, float("nan"), 1], "sample 1"),
+        ([1, 2], "costs of 2 samples, and a data set of 3"),
+        ([{"tokens": [1]}] * 3, "of type dict"),
+        ([([1, 2], 0)] * 3, "of type tuple"),
+        (iter([1, 2, 3]), "one number for each sample"),
+    ],
+)
+def test_other_costs_are_refused(given, says):
+    with pytest.raises(OptionError, match=says):
+        costs_of(given, 3, "f()")
+
+
+def test_a_digest_tells_costs_apart():
+    assert digest_of([1, 2]) == digest_of([1.0, 2.0]) != digest_of([2, 1])
