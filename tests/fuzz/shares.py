@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import AgreementError, NotReplicableError, PeerError
+from lockstep.shares import balance
 from lockstep.shares import share_exchange as reduction
 from share_runs import dropout_rate, forever
 from threaded import Rank, run_ranks
@@ -66,6 +67,10 @@ class Program(NamedTuple):
     cap: int
     rounds: bool
     """True if what can travel in bfloat16 does."""
+    deals: bool
+    """True if the ranks are dealt numbers of shares at random, other ones again and again."""
+    costs: str
+    """How the rows are put into shares: "" by number, "sum" or "padded" by cost."""
     steps: tuple[Planned, ...]
 
 
@@ -217,7 +222,14 @@ def draw(seed: int, length: int = 8) -> Program:
     shares, loss = rng.choice([4, 5, 8]), rng.choice(["sum", "mean"])
     audits, has_other = rng.random() < 0.2, rng.random() < 0.2
     cap, rounds = rng.choice([1, 200, 2**20]), rng.random() < 0.4
-    return Program(seed, world, hosts, shares, loss, audits, has_other, cap, rounds, tuple(steps))
+    deals, costs = rng.random() < 0.6, rng.choice(["", "", "sum", "padded"]) if loss == "sum" else ""
+    return Program(seed, world, hosts, shares, loss, audits, has_other, cap, rounds, deals, costs, tuple(steps))
+
+
+def choose_at_random(deal: tuple[int, ...], seconds: Sequence[float]) -> list[float]:
+    """Other seconds of a share on each rank, the same on all ranks, as they have the same reports."""
+    rng = random.Random(repr((deal, [*seconds])))
+    return [rng.choice([0.1, 1.0, 3.0]) * rng.uniform(0.5, 1) for _ in seconds]
 
 
 class Failed(Exception):
@@ -239,7 +251,15 @@ def run(rank: Rank, program: Program, left_out: tuple[int, ...] = ()) -> list[st
     x = torch.arange(ROWS * WIDTH, dtype=torch.float64).mul(0.37).sin().view(ROWS, WIDTH)
     batches = forever(
         lockstep.shares.GlobalBatches(
-            TensorDataset(x), BATCH, program.shares, program.seed, last="smaller", process_group=rank.group
+            TensorDataset(x),
+            BATCH,
+            program.shares,
+            program.seed,
+            last="smaller",
+            cost=x[:, 0].abs() if program.costs else None,
+            padded=program.costs == "padded",
+            balance="speed" if program.deals else None,
+            process_group=rank.group,
         )
     )
     is_last = rank.rank + 1 == rank.world
@@ -317,7 +337,11 @@ def each_tensor(net: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
 def find_failure(seed: int, length: int = 8) -> str | None:
     """Return what is wrong with a program, if anything is."""
     program = draw(seed, length)
-    with mock.patch.object(reduction, "CAP_BYTES", program.cap):
+    with (
+        mock.patch.object(reduction, "CAP_BYTES", program.cap),
+        mock.patch.object(balance, "choose", choose_at_random),
+        mock.patch.object(balance, "_LEAST_STEPS", 1),
+    ):
         results = run_ranks(program.world, run, program, hosts=program.hosts, errors=True)
         if any(isinstance(result, BaseException) for result in results):
             return f"{program}\n" + "\n".join(map(repr, results))

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep._base.seeds import derive_seed
-from lockstep.shares.global_batches import batches_in, order_of, split
+from lockstep.shares.cut import batches_in, order_of, split
 
 
 def test_an_epoch_has_every_sample_once_and_its_own_order():

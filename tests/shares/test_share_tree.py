@@ -4,6 +4,7 @@ from math import log2
 
 import pytest
 
+from lockstep._base.deal import equal_deal
 from lockstep.shares.share_tree import PartialSums, ShareNode, add_in_tree_order, nodes_of, plan_additions, shares_of
 
 
@@ -13,7 +14,7 @@ def added_by(world: int, shares: int) -> str:
     nodes: list[ShareNode] = []
     for rank in range(world):
         sums: PartialSums[str] = PartialSums(lambda _, left, __, right: f"({left}+{right})")
-        for share in shares_of(rank, world, shares):
+        for share in shares_of(rank, equal_deal(shares, world)):
             sums.add(share, str(share))
         nodes += [node for node, _ in sums.sums]
         parts += [value for _, value in sums.sums]
@@ -38,11 +39,11 @@ def test_the_order_is_the_same_on_any_number_of_ranks(shares):
 
 
 def test_ranks_have_neighbouring_shares_and_one_more_at_most():
-    assert [list(shares_of(rank, 3, 8)) for rank in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert [list(shares_of(rank, equal_deal(8, 3))) for rank in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_where_shares_divide_evenly_a_rank_has_one_partial_sum():
-    assert [len(nodes_of(shares_of(rank, 4, 32))) for rank in range(4)] == [1, 1, 1, 1]
+    assert [len(nodes_of(shares_of(rank, equal_deal(32, 4)))) for rank in range(4)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
@@ -50,7 +51,7 @@ def test_a_rank_keeps_few_partial_sums(world):
     most = 0
     for rank in range(world):
         sums: PartialSums[int] = PartialSums(lambda _, left, __, right: left + right)
-        for share in shares_of(rank, world, 8):
+        for share in shares_of(rank, equal_deal(8, world)):
             most = max(most, len(sums.sums) + 1)  # the share's own gradient
             sums.add(share, 1)
     assert most <= log2(8) + 1

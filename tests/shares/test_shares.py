@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import lockstep
 import threaded
 from lockstep._base.buckets import TensorSpec
+from lockstep._base.deal import equal_deal
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AgreementError, AuditError, NotReplicableError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
@@ -668,7 +669,7 @@ def test_buckets_leave_early_where_memory_for_them_is_there(hosts, buckets, expe
 
     def work(rank):
         specs = [TensorSpec("", (2048, 2048), (2048, 1), torch.float32, torch.device("cpu"))] * buckets
-        return ExchangePlan(specs, [], 8, Collectives(rank.group, Phases())).leave_early
+        return ExchangePlan(specs, [], equal_deal(8, rank.world), Collectives(rank.group, Phases())).leave_early
 
     assert run_ranks(len(hosts), work, hosts=hosts) == [expected] * len(hosts)
 

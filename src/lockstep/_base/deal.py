@@ -1,4 +1,4 @@
-"""PURE: deals samples of unequal cost to ranks, or to shares, so that all of these cost about the same.
+"""PURE: deals samples of unequal cost to ranks or shares, and shares to ranks of unequal speed.
 
 The most expensive one decides how long a step takes. :func:`deal` adds up costs: first the most expensive sample goes
 to whoever has least so far, then exchanges of one or two samples bring two parts closer to each other, until none does.
@@ -174,6 +174,33 @@ def _shake(parts: Parts, costs: Sequence[float], generator: random.Random) -> No
     for other in generator.sample(others, min(3, len(others))):
         a, b = generator.randrange(len(parts[heavy])), generator.randrange(len(parts[other]))
         parts[heavy][a], parts[other][b] = parts[other][b], parts[heavy][a]
+
+
+# ------------------------------------------------------------------------------------ shares to ranks
+
+Deal = tuple[int, ...]
+"""The number of shares of each rank. Rank 0 has the first ones, rank 1 those after them, and so on."""
+
+
+def equal_deal(shares: int, world: int) -> Deal:
+    """Deal equally many shares to each rank, or one more to the first ones: 8 to three ranks as 3, 3 and 2."""
+    each, more = divmod(shares, world)
+    return tuple(each + (rank < more) for rank in range(world))
+
+
+def deal_by_speed(shares: int, seconds: Sequence[float]) -> Deal:
+    """Deal shares to ranks on which a share takes so many seconds, so that the slowest is ready as soon as possible; at
+    least one to each rank, if there are enough."""
+    world = len(seconds)
+    counts = [int(shares >= world)] * world
+    for _ in range(shares - sum(counts)):
+        counts[min(range(world), key=lambda rank: (counts[rank] + 1) * seconds[rank])] += 1
+    return tuple(counts)
+
+
+def slowest(deal: Deal, seconds: Sequence[float]) -> float:
+    """Return the seconds that the slowest rank needs for its shares."""
+    return max(count * each for count, each in zip(deal, seconds, strict=True))
 
 
 # ----------------------------------------------------------------------------------- what samples cost

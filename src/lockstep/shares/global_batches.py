@@ -2,45 +2,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lockstep._base.seeds import derive_seed
 from lockstep.distributed.comm.groups import Group, resolve_group
 from lockstep.errors import OptionError, ShareError
+from lockstep.shares.balance import Balance, Pace
+from lockstep.shares.cut import LASTS, Cut, Last, batches_in, order_of
 from lockstep.shares.samples import SeededShares, ShareKey, as_it_is
 from lockstep.shares.share_state import ShareWorld, check_shares, world_of
 from lockstep.shares.share_step import Step, plan_audit
-from lockstep.shares.share_tree import shares_of
 
-Last = Literal["drop", "smaller"]
-LASTS: tuple[Last, ...] = ("drop", "smaller")
 _DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")
 """Arguments of ``DataLoader`` that are decided here."""
-
-
-def order_of(samples: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Return the order of the samples in an epoch."""
-    if not shuffle:
-        return list(range(samples))
-    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
-    return torch.randperm(samples, generator=generator, device="cpu").tolist()
-
-
-def batches_in(samples: int, batch_size: int, last: Last) -> int:
-    """Return the number of batches in an epoch."""
-    return samples // batch_size if last == "drop" else -(-samples // batch_size)
-
-
-def split(samples: Sequence[int], shares: int) -> list[Sequence[int]]:
-    """Return the samples of each share, in order; sizes differ by at most one, and empty shares are left out."""
-    each, more = divmod(len(samples), shares)
-    ends = [share * each + min(share, more) for share in range(shares + 1)]
-    parts = [samples[begin:end] for begin, end in pairwise(ends)]
-    return [part for part in parts if part]
 
 
 class GlobalBatch:
@@ -50,12 +26,20 @@ class GlobalBatch:
     Made by :class:`lockstep.shares.GlobalBatches`.
     """
 
-    def __init__(self, world: ShareWorld, step: Step, loaded: Iterator[Any], done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        world: ShareWorld,
+        step: Step,
+        loaded: Iterator[Any],
+        ahead: Callable[[], int],
+        done: Callable[[Sequence[Pace]], None],
+    ) -> None:
         self._world = world
         self._step = step
         self._loaded = loaded
+        self._ahead = ahead
         self._done = done
-        self._left = step.loaded_by(world.rank, world.size)
+        self._left = step.loaded_by(world.rank)
         self._is_begun = False
 
     @property
@@ -79,7 +63,7 @@ class GlobalBatch:
         return self._world.is_auditing
 
     def __len__(self) -> int:
-        return len(shares_of(self._world.rank, self._world.size, self._step.count))
+        return self._step.deal[self._world.rank]
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
@@ -91,13 +75,13 @@ class GlobalBatch:
         return self._run()
 
     def _run(self) -> Iterator[Any]:
-        with self._world.under_way(self._step):
+        with self._world.under_way(self._step, self._ahead) as paces:
             while self._left:
                 share, again = self._left.pop(0)
                 rows = next(self._loaded)
                 with self._world.entered(share, again=again):
                     yield rows
-        self._done()
+        self._done(paces)
 
     def skip(self) -> None:
         """Consume the shares that were not requested."""
@@ -127,6 +111,14 @@ class GlobalBatches:
         shuffle: If True, each epoch has a different order; if False, all epochs have the order of the data set.
         last: The treatment of rows that do not fill a last batch: ``"drop"``, or ``"smaller"`` shares, whose sizes
             differ by at most one.
+        cost: The cost of each sample, in any unit: numbers, such as lengths; a function of the sample's number, which
+            is called for each of them now; or sequences, whose lengths are the costs. Then the rows of a batch are put
+            into shares of about equal cost, in place of equal size. That depends on the costs, ``seed`` and ``shares``
+            alone, not on the ranks. It is not for ``replicate(loss="mean")``, whose shares have equal weight.
+        padded: If True, a share costs the number of its rows times the largest cost, as after padding to the longest
+            one; rows of similar cost are put into one share. If False, it costs the sum.
+        balance: ``"speed"``: faster ranks compute more shares of a batch than slower ones, so that all are ready at the
+            same time. If None, all compute equally many, or one more. Bits do not depend on it.
         process_group: The ranks; the default group if None, or one rank if there is none.
         **loader_options: Options of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory``
             and so on.
@@ -162,6 +154,9 @@ class GlobalBatches:
         *,
         shuffle: bool = True,
         last: Last = "drop",
+        cost: Any = None,
+        padded: bool = False,
+        balance: Literal["speed"] | None = None,
         process_group: Group | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         **loader_options: Any,
@@ -173,6 +168,12 @@ class GlobalBatches:
         self.seed = seed
         self.shuffle = shuffle
         self.last = last
+        self._cut = Cut(cost, padded, self._samples)
+        if balance not in (None, "speed"):
+            raise OptionError(f'GlobalBatches(): balance must be "speed" or None, got {balance!r}')
+        self.balance = balance
+        self._balance = Balance()
+        self._is_under_way = False
         self._group = process_group
         self._loader: DataLoader[Any] = DataLoader(
             SeededShares(dataset, collate_fn or default_collate),  # type: ignore[arg-type]
@@ -211,14 +212,19 @@ class GlobalBatches:
         world = self._world()
         self._audits_every = world.audits_every
         epoch, loaded = self._epoch, None
+        if self._is_under_way:  # it was left, perhaps by one rank before the last reports
+            self._balance = Balance()
+        self._is_under_way = True
         for step, _ in self._steps(epoch, self._batch):
             if loaded is None:
                 with torch.device("cpu"):  # where the loader's generator is, whatever the default device is
                     loaded = iter(self._loader)
-            batch = GlobalBatch(world, step, loaded, partial(self._advance, epoch, step.batch))
+            number = self._number(epoch, step.batch)
+            batch = GlobalBatch(world, step, loaded, partial(self._balance.ahead, number), partial(self._done, step))
             yield batch
             batch.skip()
             self._advance(epoch, step.batch)
+        self._is_under_way = False
 
     def _world(self) -> ShareWorld:
         world = world_of(resolve_group(self._group))
@@ -227,15 +233,28 @@ class GlobalBatches:
 
     def _steps(self, epoch: int, first: int) -> Iterator[tuple[Step, list[Sequence[int]]]]:
         """Yield the steps from batch ``first`` to the end of an epoch, with the samples of the shares of each."""
-        order = self._order(epoch)
+        order, world = self._order(epoch), self._world().size
         for number in range(first, len(self)):
-            parts = split(self._rows(order, number), self.shares)
-            audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
+            parts = self._cut.split(self._rows(order, number), self.shares)
+            place = self._number(epoch, number)
+            deal = self._balance.deal(place, len(parts), world)
+            audit = plan_audit(self._audits_every, self.seed, epoch, number, deal)
             upcoming = (number + 1) % len(self)
-            rows = tuple(map(len, parts))
             # Fewer shares if not enough rows are left.
             next_count = min(self.shares, self.batch_size, self._samples - upcoming * self.batch_size)
-            step = Step(self.seed, epoch, number, rows, self.shares, next_count, self._samples, self.shuffle, audit)
+            step = Step(
+                seed=self.seed,
+                epoch=epoch,
+                batch=number,
+                rows=tuple(map(len, parts)),
+                shares=self.shares,
+                deal=deal,
+                next_deal=self._balance.deal(place + 1, next_count, world),
+                samples=self._samples,
+                is_shuffled=self.shuffle,
+                cut=self._cut.digest(parts),
+                audit=audit,
+            )
             yield step, parts
 
     def _order(self, epoch: int) -> list[int]:
@@ -243,6 +262,16 @@ class GlobalBatches:
 
     def _rows(self, order: list[int], number: int) -> list[int]:
         return order[number * self.batch_size : (number + 1) * self.batch_size]
+
+    def _number(self, epoch: int, batch: int) -> int:
+        """Return the number of a batch, counted through all epochs."""
+        return epoch * len(self) + batch
+
+    def _done(self, step: Step, paces: Sequence[Pace]) -> None:
+        """Move on after a batch, of which all ranks have reported their paces; none if no module has taken part."""
+        if self.balance is not None and paces:
+            self._balance.decide(self._number(step.epoch, step.batch), step.deal, paces)
+        self._advance(step.epoch, step.batch)
 
     def _advance(self, epoch: int, number: int) -> None:
         """Move on after a batch has been consumed."""
@@ -258,7 +287,8 @@ class GlobalBatches:
         """Yield the keys of the shares that this rank loads, from the next batch to the end of its epoch."""
         world, epoch = self._world(), self._epoch
         for step, parts in self._steps(epoch, self._batch):
-            for share, _ in step.loaded_by(world.rank, world.size):
+            self._balance.ask_for(self._number(epoch, step.batch))
+            for share, _ in step.loaded_by(world.rank):
                 yield [ShareKey(self.seed, epoch, step.batch, share, tuple(parts[share]))]
 
     # ------------------------------------------------------------------------------------ progress
@@ -288,6 +318,7 @@ class GlobalBatches:
                     f"and batch number other samples; make GlobalBatches with {name}={state[name]!r}"
                 )
         self._epoch, self._batch = self._place(int(state["epoch"]), int(state["batch"]))
+        self._balance = Balance()
 
     def _fixed(self) -> dict[str, Any]:
         return {
@@ -297,6 +328,7 @@ class GlobalBatches:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "last": self.last,
+            "cost": self._cut.name,
         }
 
 

@@ -15,6 +15,7 @@ from lockstep.distributed.reduction.module.selection import Selection
 from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
+from lockstep.shares.balance import Pace
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.share_agreement import Agreement, Members
 from lockstep.shares.share_buffers import ShareBuffers, Versions
@@ -46,7 +47,7 @@ class _InStep:
         """None if this rank is alone, or the ranks have not agreed on an exchange of the module as it is."""
         self.evidence: Evidence | None = None
         """None if the step is not audited."""
-        self.buffers = ShareBuffers([], step.count, [])
+        self.buffers = ShareBuffers([], step.deal, [])
         """Those of the module once the step is open."""
         self.share: int | None = None
         """The share under way."""
@@ -57,6 +58,7 @@ class _InStep:
         self.is_finishing = False
         self.has_reported = False
         self.modes = 0
+        self.pace = Pace()
         self.weights: dict[int, float] = {}
 
 
@@ -143,19 +145,25 @@ class ShareModule:
         self._check(step)
         self._gradients.check_hooks()
         self._precisions = set()
-        if self._collectives.world > 1 and self.agreement.covers(self._members, step.count):
+        if self._collectives.world > 1 and self.agreement.covers(self._members, step.deal):
             now.exchange = self.agreement.exchange()
         if step.audit is not None:
             names = [f"the gradient of {name}" for name in reversed(self._gradients.names)]
             now.evidence = Evidence([*names, *(f"buffer {buffer.name}" for buffer in self._members.buffers)])
         self._gradients.open()
-        now.buffers = ShareBuffers(self._members.buffers, step.count, self._left)
+        now.buffers = ShareBuffers(self._members.buffers, step.deal, self._left)
 
     def _check(self, step: Step) -> None:
         if step.shares != self.shares:
             raise OptionError(
                 f"a batch of {step.shares} shares and a module that is replicated with shares={self.shares} do not go "
                 "together; give GlobalBatches and replicate() the same number"
+            )
+        if step.cut is not None and self.loss == "mean":
+            raise OptionError(
+                "GlobalBatches(cost=...) makes shares with different numbers of rows, and replicate(loss='mean') gives "
+                "all shares equal weight, so rows would not count alike; let the loss be a sum, with loss='sum', and "
+                "with accumulate(model, weight=tokens) for a mean over tokens"
             )
         self._collectives.check_alive()
         check_settings(
@@ -224,19 +232,20 @@ class ShareModule:
             # Values that were written are compared in the next step.
             self._left = [] if now.buffers.written else now.buffers.versions()
 
-    def finish(self) -> None:
-        """Add up the results of all ranks; all shares of this rank have ended."""
+    def finish(self, pace: Pace) -> list[Pace]:
+        """Add up the results of all ranks; all shares of this rank have ended. Return the reports on their paces."""
         now = self._now
         assert now is not None
         step = now.step
         now.is_finishing = True
-        with self._collectives.phases.phase("finish", str(step)):
+        now.pace = pace
+        with self._collectives.phases.phase("finish", f"{step}, shares {' + '.join(map(str, step.deal))}"):
             self._check_complete(step)
             reports, kept = self._reports_of_all(now)
             heads, first_changes = [each.head for each in reports], [each.changed_buffers for each in reports]
             travelling = self.agreement.buffers
             if self._collectives.world > 1:
-                self.agreement.expect(now.buffers.travelling_next(first_changes), step.next_count)
+                self.agreement.expect(now.buffers.travelling_next(first_changes), step.next_deal)
             self._decisions.update(loops_of(heads), self._decisions.batch)
             check_modes(heads, self._collectives)
             self._check_precision(heads)
@@ -254,6 +263,7 @@ class ShareModule:
         self._now = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
+        return [head.pace for head in heads]
 
     def _check_complete(self, step: Step) -> None:
         if self._members.may_have_changed() and (new := self._members.new_parameters()):
@@ -314,6 +324,7 @@ class ShareModule:
             ends=loops.innermost.batch.ends,
             differs=now.exchange is None,
             is_late=now.exchange is not None and now.exchange.is_late,
+            pace=now.pace,
         )
 
     def _report(self, head: Head, now: _InStep) -> ShareReport:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep._base.buckets import TensorSpec, dense_stride
+from lockstep._base.deal import Deal, equal_deal
 from lockstep._base.dtensors import local_part
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
@@ -90,8 +91,8 @@ class Members:
 class _Agreed(NamedTuple):
     """The exchange of the next step, as agreed by all ranks."""
 
-    shares: int
-    """Number of shares of the step."""
+    deal: Deal
+    """The number of shares of each rank in the step."""
     buffers: TravellingBuffers
     plan: ExchangePlan
     row_bytes: int
@@ -109,33 +110,35 @@ class Agreement:
         self._collectives = collectives
         self._spare = spare
         self._compares_values = compares_values
-        self._agreed = _Agreed(0, TravellingBuffers(), ExchangePlan([], [], 1, collectives), HEAD_BYTES)
+        self._agreed = _Agreed(
+            (), TravellingBuffers(), ExchangePlan([], [], equal_deal(1, collectives.world), collectives), HEAD_BYTES
+        )
 
     @property
     def buffers(self) -> TravellingBuffers:
         """The buffers that travel with the gradients."""
         return self._agreed.buffers
 
-    def covers(self, members: Members, count: int) -> bool:
-        """Return True if the ranks have agreed on a step of ``count`` shares of a module with these ``members``."""
-        return count == self._agreed.shares and members.are(self._members)
+    def covers(self, members: Members, deal: Deal) -> bool:
+        """Return True if the ranks have agreed on a step with this ``deal`` of a module with these ``members``."""
+        return deal == self._agreed.deal and members.are(self._members)
 
     def exchange(self) -> ShareExchange:
         """Return the exchange of a step."""
         return ShareExchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, self._spare)
 
-    def expect(self, buffers: TravellingBuffers, count: int) -> None:
-        """Set the buffers and the number of shares of the next step, which all ranks know."""
-        if (count, buffers) != (self._agreed.shares, self._agreed.buffers):
-            self._agreed = self._for_steps_of(count, buffers)
+    def expect(self, buffers: TravellingBuffers, deal: Deal) -> None:
+        """Set the buffers and the deal of the next step, which all ranks know."""
+        if (deal, buffers) != (self._agreed.deal, self._agreed.buffers):
+            self._agreed = self._for_steps_of(deal, buffers)
 
-    def _for_steps_of(self, count: int, buffers: TravellingBuffers) -> _Agreed:
+    def _for_steps_of(self, deal: Deal, buffers: TravellingBuffers) -> _Agreed:
         members = self._members
         averaged = specs_of([members.buffers[number] for number in buffers.averaged])
-        plan = ExchangePlan(members.specs, averaged, count, self._collectives)
-        row_bytes = HEAD_BYTES + layout_of(count, len(members.trained), len(members.buffers)).size
+        plan = ExchangePlan(members.specs, averaged, deal, self._collectives)
+        row_bytes = HEAD_BYTES + layout_of(sum(deal), len(members.trained), len(members.buffers)).size
         kept = sum(members.buffers[number].nbytes for number in buffers.kept)
-        return _Agreed(count, buffers, plan, row_bytes + kept)
+        return _Agreed(deal, buffers, plan, row_bytes + kept)
 
     @torch.no_grad()
     def renew(self, members: Members, step: Step, heads: Sequence[Head]) -> None:
@@ -160,7 +163,7 @@ class Agreement:
             check_equal_values([members.parameters[number] for number in new], self._collectives)
         buffers = self.buffers if members.are(self._members) else TravellingBuffers()
         self._members = members
-        self._agreed = self._for_steps_of(step.count, buffers)
+        self._agreed = self._for_steps_of(step.deal, buffers)
 
     @torch.no_grad()
     def check_buffers(self, values: Sequence[tuple[str, Tensor]], heads: Sequence[Head]) -> None:

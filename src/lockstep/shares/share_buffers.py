@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep._base.buckets import TensorSpec
+from lockstep._base.deal import Deal
 from lockstep._base.digests import Digests
 from lockstep._base.inner_tensors import as_bytes
 from lockstep.distributed.comm.collectives import Collectives
@@ -50,20 +51,21 @@ Versions = Sequence[tuple[Tensor | None, list[int]]]
 
 
 class ShareBuffers:
-    """The buffers of one module in one step of ``count`` shares, which begin with their present values.
+    """The buffers of one module in one step whose shares are dealt so, which begin with their present values.
 
     ``left`` are the :meth:`versions` that the step before has left, if it is known that all ranks had equal values.
     """
 
     @torch.no_grad()
-    def __init__(self, buffers: Sequence[Buffer], count: int, left: Versions) -> None:
+    def __init__(self, buffers: Sequence[Buffer], deal: Deal, left: Versions) -> None:
         self.buffers = buffers
         self._is_averaged = [buffer.can_be_averaged for buffer in buffers]
         self._start = [buffer.copy() for buffer in buffers]
         self._sums: PartialSums[Values] = PartialSums(self._merge)
         self._kept: dict[int, Tensor] = {}
         self._dirty = False
-        self._count = count
+        self._deal = deal
+        self._count = sum(deal)
         now = self.versions()
         is_left = len(left) == len(now) and all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True))
         self.written = 0 if is_left else number_of(Digests([each for _, each in self.values()]).each())
@@ -208,7 +210,7 @@ class ShareBuffers:
             pairs = list(zip(nodes, sums, strict=True))
             return add_up(pairs, self._count, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
         specs = specs_of([self.buffers[number] for number in numbers])
-        plan = ExchangePlan([], specs, self._count, collectives, has_rows=False)
+        plan = ExchangePlan([], specs, self._deal, collectives, has_rows=False)
         exchange = ShareExchange(plan, 0, collectives, SpareMemory())
         exchange.send_rest(
             [[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8, device="cpu"), blocking=True

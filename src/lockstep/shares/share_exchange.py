@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep._base.buckets import Bucket, TensorSpec, plan_buckets
+from lockstep._base.deal import Deal
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.transport import Layout, Terms, Transport, transport_of
@@ -29,19 +30,19 @@ _ALIGNMENT = 16
 
 
 class ExchangePlan:
-    """The tensors that travel together in steps of ``shares`` shares: ``gradients`` first, then ``buffers``, with rows
+    """The tensors that travel together in steps of this ``deal``: ``gradients`` first, then ``buffers``, with rows
     of the ranks if ``has_rows``."""
 
     def __init__(
         self,
         gradients: Sequence[TensorSpec],
         buffers: Sequence[TensorSpec],
-        shares: int,
+        deal: Deal,
         collectives: Collectives,
         *,
         has_rows: bool = True,
     ) -> None:
-        self.layout = Layout(shares, collectives.world)
+        self.layout = Layout(deal)
         buckets = _plan(gradients, buffers, collectives.device)
         if has_rows and buckets[-1].device != collectives.device:  # to read them there, the host would wait for it
             buckets = (*buckets, Bucket(torch.uint8, collectives.device, 0, ()))
@@ -54,7 +55,7 @@ class ExchangePlan:
         for number, bucket in enumerate(self.buckets):
             is_last = any(slot.index + 1 >= len(gradients) for slot in bucket.slots)
             is_shared = collectives.can_add_in_order(bucket.device)
-            if is_last or not bucket.slots or is_shared or not self._fits(number, shares):
+            if is_last or not bucket.slots or is_shared or not self._fits(number, sum(deal)):
                 break
             self.leave_early = number + 1
         leaving = enumerate(self.buckets[: self.leave_early])

@@ -17,6 +17,7 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.report.status import Part, Status, sums_of
 from lockstep.distributed.reduction.report.verdict import LoopVerdict, judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
+from lockstep.shares.balance import Pace
 from lockstep.shares.share_step import Step
 
 TRAINING, EVALUATION = 1, 2
@@ -46,18 +47,21 @@ class Head(NamedTuple):
     follows the head."""
     is_late: bool = False
     """True if another gradient came after its bucket was sent."""
+    pace: Pace = Pace()
+    """How long a share takes on this rank."""
 
     def to_row(self) -> Tensor:
         """Return the head as bytes."""
-        return _packed(_HEAD, self)
+        return _packed(_HEAD, [*self[:-1], *self.pace])
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """Return the heads of the rows of all ranks."""
-        return [cls(*_HEAD.unpack(bytes(row))) for row in rows[:, :HEAD_BYTES].tolist()]
+        unpacked = (_HEAD.unpack(bytes(row)) for row in rows[:, :HEAD_BYTES].tolist())
+        return [cls(*(*values[:-2], Pace(*values[-2:]))) for values in unpacked]
 
 
-_HEAD = struct.Struct("<4q6?")
+_HEAD = struct.Struct("<4q6?dq")
 HEAD_BYTES = _HEAD.size
 """Size of a head in bytes."""
 

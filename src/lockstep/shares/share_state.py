@@ -6,7 +6,7 @@ ends: then gradients are put together. One that is left in between is aborted: i
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
+from lockstep.shares.balance import Dealt, Pace, ShareClock
 from lockstep.shares.module import ShareModule
 from lockstep.shares.share_step import Step
 from lockstep.shares.share_streams import Seed, random_streams
@@ -43,6 +44,9 @@ class ShareWorld:
         self.is_auditing = False
         """True if the share under way is computed for comparison only."""
         self.audits_every: int | None = None
+        self.dealt: Dealt | None = None
+        """How the shares of the last step were dealt; None before the first one."""
+        self._clock = ShareClock()
         self._own = range(0)
         self._seed: Seed | None = None
         self._broken: Step | None = None
@@ -77,8 +81,11 @@ class ShareWorld:
                 self._enter(module, self.share)
 
     @contextmanager
-    def under_way(self, step: Step) -> Iterator[None]:
+    def under_way(self, step: Step, ahead: Callable[[], int] = int) -> Iterator[list[Pace]]:
         """Run a step in the block, and finish it at the end; abort it if the block is left early.
+
+        Yields a list that holds the reports of all ranks on their paces when the step has ended. ``ahead`` gives
+        a part of this rank's.
 
         Raises :class:`OptionError` inside of a capture into a graph.
         """
@@ -86,7 +93,8 @@ class ShareWorld:
             raise ShareError(
                 f"{step} was begun while {self.step} is under way; run all shares of one batch before the next is begun"
             )
-        self._own = shares_of(self.rank, self.size, step.count)
+        self._own = shares_of(self.rank, step.deal)
+        paces: list[Pace] = []
         self._broken = None
         self._has_sent_flags = False
         devices = {device for each in self.modules for device in each.devices}
@@ -97,9 +105,13 @@ class ShareWorld:
                 self.step = step
                 for each in self.modules:
                     each.open(step)
-                yield
+                self._clock.begin(devices)
+                yield paces
+            pace = Pace(self._clock.seconds(), ahead())
             for each in self._used_on_any_rank():
-                each.finish()
+                paces[:] = each.finish(pace)
+            if paces:
+                self.dealt = Dealt(step.deal, tuple(pace.seconds for pace in paces))
             for each in self.modules:
                 each.abort()  # modules that no rank has used
         except BaseException:
@@ -131,6 +143,8 @@ class ShareWorld:
             yield
         for each in self.modules:
             each.leave()
+        if not again and share == self._own[-2:][0]:
+            self._clock.end(max(1, len(self._own) - 1))
         self.share = None
         self.is_auditing = False
 

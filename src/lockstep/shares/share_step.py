@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep._base.deal import Deal
 from lockstep._base.digests import Digests
 from lockstep._base.seeds import derive_seed
 from lockstep.distributed.comm.agreement import Line, objects_of
@@ -25,12 +26,13 @@ class Audit(NamedTuple):
     """The rank that computes it again: another one, if there is one."""
 
 
-def plan_audit(every: int | None, seed: int, epoch: int, batch: int, count: int, world: int) -> Audit | None:
-    """Return the audit of a step of ``count`` shares, or None; one of ``every`` steps, at random, has one."""
+def plan_audit(every: int | None, seed: int, epoch: int, batch: int, deal: Deal) -> Audit | None:
+    """Return the audit of a step with this ``deal``, or None; one of ``every`` steps, at random, has one."""
     if every is None or derive_seed(seed, "audit", epoch, batch) % every:
         return None
-    share = derive_seed(seed, "audited share", epoch, batch) % count
-    owner = next(rank for rank in range(world) if share in shares_of(rank, world, count))
+    world = len(deal)
+    share = derive_seed(seed, "audited share", epoch, batch) % sum(deal)
+    owner = next(rank for rank in range(world) if share in shares_of(rank, deal))
     other = derive_seed(seed, "auditor", epoch, batch) % max(1, world - 1)
     return Audit(share, owner, (owner + 1 + other) % world)
 
@@ -46,12 +48,16 @@ class Step:
     """Number of rows of each share; no share is empty."""
     shares: int
     """Number of shares of a step that has enough rows."""
-    next_count: int
-    """Number of shares of the next step, if batches are used in order."""
+    deal: Deal
+    """Number of shares of each rank."""
+    next_deal: Deal
+    """That of the next step, if batches are used in order."""
     samples: int
     """Number of samples of the data set."""
     is_shuffled: bool
     """True if each epoch has an order of its own."""
+    cut: int | None = None
+    """A number that tells the samples of the shares from others with as many rows, if shares are cut by cost."""
     audit: Audit | None = None
     """The share that is computed a second time, if any."""
 
@@ -60,9 +66,9 @@ class Step:
         """The number of shares of this step."""
         return len(self.rows)
 
-    def loaded_by(self, rank: int, world: int) -> list[tuple[int, bool]]:
+    def loaded_by(self, rank: int) -> list[tuple[int, bool]]:
         """Return the shares that a rank loads, in order, each with True if it is computed again, for the audit."""
-        own = [(share, False) for share in shares_of(rank, world, self.count)]
+        own = [(share, False) for share in shares_of(rank, self.deal)]
         again = [(self.audit.share, True)] if self.audit is not None and self.audit.auditor == rank else []
         return own + again
 
@@ -79,7 +85,9 @@ class Step:
             Line("order of the data set", "shuffled" if self.is_shuffled else "as it is"),
             Line("shares of the batches", str(self.shares)),
             Line("rows in each share", ", ".join(map(str, self.rows))),
-            Line("shares of the next batch", str(self.next_count)),
+            Line("samples in each share, by cost", str(self.cut)),
+            Line("shares of each rank", ", ".join(map(str, self.deal))),
+            Line("shares of each rank in the next batch", ", ".join(map(str, self.next_deal))),
             Line("audit", str(self.audit)),
         ]
 

@@ -11,6 +11,8 @@ in the order that :func:`plan_additions` returns.
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from lockstep._base.deal import Deal
+
 T = TypeVar("T")
 
 
@@ -36,12 +38,10 @@ class ShareNode(NamedTuple):
         return self.place << self.level
 
 
-def shares_of(rank: int, world: int, shares: int) -> range:
-    """Return the shares that a rank computes: neighbours, as many as any other rank or one more (8 on three ranks: 3, 3
-    and 2)."""
-    each, more = divmod(shares, world)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+def shares_of(rank: int, deal: Deal) -> range:
+    """Return the shares that a rank computes: neighbours, whoever has how many."""
+    first = sum(deal[:rank])
+    return range(first, first + deal[rank])
 
 
 def nodes_of(own: range) -> list[ShareNode]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep._base.abilities import Addition, Place
 from lockstep._base.buckets import Bucket
+from lockstep._base.deal import Deal
 from lockstep.distributed.comm.collectives import Collectives, Pending
 from lockstep.shares.share_tree import nodes_of, plan_additions, shares_of
 from lockstep.shares.spare import SpareMemory
@@ -28,10 +29,10 @@ Terms = list[list[Tensor | None]]
 
 
 class Layout:
-    """The partial sums of each rank in a step with ``shares`` shares, and the order in which they are added."""
+    """The partial sums of each rank in a step whose shares are dealt so, and the order in which they are added."""
 
-    def __init__(self, shares: int, world: int) -> None:
-        own = [shares_of(rank, world, shares) for rank in range(world)]
+    def __init__(self, deal: Deal) -> None:
+        own = [shares_of(rank, deal) for rank in range(len(deal))]
         owned = [nodes_of(each) for each in own]
         self.counts = [len(nodes) for nodes in owned]
         """Number of partial sums of each rank."""
@@ -39,7 +40,7 @@ class Layout:
         """The first share of each partial sum, by rank."""
         self.terms = [len(nodes_of(each[:-1])) + 1 for each in own]
         """Number of terms of each rank's partial sums while its last share runs."""
-        self.additions = plan_additions([node for nodes in owned for node in nodes], shares)
+        self.additions = plan_additions([node for nodes in owned for node in nodes], sum(deal))
         places = [Place(rank, part) for rank, count in enumerate(self.counts) for part in range(count)]
         self.placed = [Addition(places[into], places[place]) for into, place in self.additions]
         """The additions by rank and part."""
