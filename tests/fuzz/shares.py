@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep._base.deal import deal_by_speed
 from lockstep.errors import AgreementError, NotReplicableError, PeerError
 from lockstep.shares import balance
 from lockstep.shares import share_exchange as reduction
@@ -227,9 +228,10 @@ def draw(seed: int, length: int = 8) -> Program:
 
 
 def choose_at_random(deal: tuple[int, ...], seconds: Sequence[float]) -> list[float]:
-    """Other seconds of a share on each rank, the same on all ranks, as they have the same reports."""
+    """Seconds for another deal, the same on all ranks, as they have the same reports."""
     rng = random.Random(repr((deal, [*seconds])))
-    return [rng.choice([0.1, 1.0, 3.0]) * rng.uniform(0.5, 1) for _ in seconds]
+    others = ([rng.choice([0.1, 1.0, 3.0]) * rng.uniform(0.5, 1) for _ in seconds] for _ in range(100))
+    return next((other for other in others if deal_by_speed(sum(deal), other) != deal), [1.0] * len(deal))
 
 
 class Failed(Exception):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep._base.deal import costs_of, deal, deal_padded, digest_of
+from lockstep._base.deal import costs_of, deal, deal_by_speed, deal_padded, digest_of, equal_deal, slowest
 from lockstep.errors import OptionError
 
 
@@ -77,6 +77,43 @@ def test_the_result_depends_on_the_costs_alone():
     first = deal(costs, 7)
     random.seed(1)
     assert deal(costs, 7) == first
+
+
+# ---------------------------------------------------------------------------- shares to ranks
+
+
+@pytest.mark.parametrize(
+    ("shares", "seconds", "dealt"),
+    [
+        (8, [1, 1], (4, 4)),
+        (8, [1, 2], (6, 2)),  # as soon ready as 5 and 3, and less work
+        (8, [2, 1], (3, 5)),
+        (16, [1, 2], (11, 5)),
+        (8, [1, 1, 1], (3, 3, 2)),
+        (8, [2, 1, 1], (2, 3, 3)),
+        (8, [1, 100], (7, 1)),
+        (2, [5, 1], (1, 1)),
+        (2, [5, 1, 1], (0, 1, 1)),
+        (1, [1], (1,)),
+    ],
+)
+def test_shares_are_dealt_by_speed(shares, seconds, dealt):
+    assert deal_by_speed(shares, seconds) == dealt
+
+
+def test_the_slowest_rank_is_ready_as_soon_as_possible():
+    rng = random.Random(4)
+    for _ in range(100):
+        seconds = [rng.uniform(0.5, 5) for _ in range(rng.randint(1, 4))]
+        shares = rng.randint(len(seconds), 9)
+        counts = itertools.product(range(1, shares + 1), repeat=len(seconds))
+        best = min(slowest(each, seconds) for each in counts if sum(each) == shares)
+        assert slowest(deal_by_speed(shares, seconds), seconds) == best
+
+
+def test_equal_deals_differ_by_one_at_most():
+    assert equal_deal(8, 3) == (3, 3, 2)
+    assert equal_deal(2, 3) == (1, 1, 0)
 
 
 # ---------------------------------------------------------------------------- costs
