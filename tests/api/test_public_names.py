@@ -150,6 +150,7 @@ PUBLIC = {
             .weight
         class GatheredRows(rows, own)
         class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>, own_seconds=<factory>, own_seconds_before=<factory>)
+        class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>, own_seconds=<factory>, own_seconds_before=<factory>, shares=<factory>, share_seconds=<factory>, saved_by_deal=None)
             .as_dict()
             .as_json()
             .late_rank
@@ -172,7 +173,7 @@ PUBLIC = {
         total(counts, group=None)
     """,  # noqa: E501
     "lockstep.shares": """
-        class GlobalBatches(dataset, batch_size, shares, seed=0, *, shuffle=True, last='drop', process_group=None, collate_fn=None, **loader_options)
+        class GlobalBatches(dataset, batch_size, shares, seed=0, *, shuffle=True, last='drop', cost=None, padded=False, balance=None, process_group=None, collate_fn=None, **loader_options)
             .batch
             .batches_left
             .epoch

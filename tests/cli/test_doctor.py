@@ -24,6 +24,22 @@ def test_it_measures_every_backend_and_size_between_two_ranks(capsys):
     measured = {(row["backend"], row["bytes"]) for row in told["all_reduce"]}
     assert measured == {(name, size) for name in doctor.usable_backends() for size in (4 << 10, 1 << 20, 64 << 20)}
     assert all(row["seconds"] > 0 and row["copies"] > 0 for row in told["all_reduce"])
+    assert len(told["work_seconds"]) == 2
+    assert min(told["work_seconds"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("work", "status", "words"),
+    [
+        ([1.0, 1.02], "ok", "rank 1 takes 1.02 times"),
+        ([2.0, 1.0], "note", 'balance="speed") would deal 16 shares as 5 + 11, and save 31% of a step'),
+        ([1.0], "ok", "one rank"),
+    ],
+)
+def test_a_slow_rank_is_named_with_the_deal_that_would_help(work, status, words):
+    found = doctor._speeds(work)
+    assert found.status == status
+    assert words in f"{found.value} {found.advice}"
 
 
 def test_a_finding_is_a_line_and_advice_another(capsys, monkeypatch):

@@ -147,6 +147,37 @@ def test_without_balance_all_compute_equally_many(alone):
         assert (found, counts) == (alone, [4] * 12)
 
 
+@pytest.mark.usefixtures("told")
+def test_statistics_show_the_deal():
+    def work(rank):
+        model = lockstep.replicate(torch.nn.Linear(1, 1), shares=8, process_group=rank.group)
+        rows = TensorDataset(torch.ones(64, 1))
+        found = [lockstep.loop.statistics(model)]
+        for batch in lockstep.shares.GlobalBatches(rows, 16, 8, balance="speed", process_group=rank.group):
+            PACE.seconds = (nan, 1.0, 1.0, 1.0)[batch.number] * (1 + rank.rank)
+            for (x,) in batch:
+                model(x).sum().backward()
+            found.append(lockstep.loop.statistics(model))
+        return [(each.shares, each.share_seconds, each.saved_by_deal) for each in found]
+
+    unknown, known = ([4, 4], [None, None], None), ([4, 4], [1.0, 2.0], 0.0)
+    for found in run_ranks(2, work):
+        assert found == [([], [], None), unknown, known, known, ([6, 2], [1.0, 2.0], 0.25)]
+
+
+def test_a_label_of_the_profiler_has_the_deal():
+    def work(rank):
+        model = lockstep.replicate(torch.nn.Linear(1, 1), shares=2, process_group=rank.group)
+        rows = TensorDataset(torch.ones(4, 1))
+        with torch.profiler.profile() as profile:
+            for batch in lockstep.shares.GlobalBatches(rows, 4, 2, process_group=rank.group):
+                for (x,) in batch:
+                    model(x).sum().backward()
+        return {each.name for each in profile.events()}
+
+    assert "lockstep::finish (batch 0 of epoch 0, shares 2)" in run_ranks(1, work)[0]
+
+
 CASES = {
     "gloo": (2, "", {}),
     "shm": (3, "aaa", {}),

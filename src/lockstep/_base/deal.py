@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, NamedTuple
 
 from lockstep.errors import OptionError
@@ -201,6 +201,22 @@ def deal_by_speed(shares: int, seconds: Sequence[float]) -> Deal:
 def slowest(deal: Deal, seconds: Sequence[float]) -> float:
     """Return the seconds that the slowest rank needs for its shares."""
     return max(count * each for count, each in zip(deal, seconds, strict=True))
+
+
+class Dealt(NamedTuple):
+    """How shares are dealt to the ranks, and how long a share takes on each."""
+
+    deal: Deal
+    seconds: Sequence[float]
+    """Seconds of a share by rank; NaN if not known."""
+
+    @property
+    def saved(self) -> float:
+        """The part of the slowest rank's time that the deal saves, beside an equal one; NaN if not known."""
+        if not all(map(isfinite, self.seconds)):
+            return nan
+        equal = slowest(equal_deal(sum(self.deal), len(self.deal)), self.seconds)
+        return 1 - slowest(self.deal, self.seconds) / equal if equal else 0.0
 
 
 # ----------------------------------------------------------------------------------- what samples cost

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep._base import network
+from lockstep._base.deal import Dealt, deal_by_speed
 from lockstep.cli import printing
 from lockstep.cli.local_ranks import as_rank, run_ranks, say
 from lockstep.cli.parser import positive
@@ -37,6 +38,9 @@ TESTED = ((2, 11), (2, 15))
 """The oldest and the newest version of PyTorch that the library is tested with."""
 FEW_FILES = 4096
 SMALL_DEV_SHM = 1 << 30
+SHARES_A_RANK = 8
+WORTH_BALANCING = 0.05
+"""Part of a step's time from which on it is worth while to deal shares by speed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +73,23 @@ def run(options: argparse.Namespace) -> int:
     """Print the findings and the times; return 1 if there is a problem."""
     findings = look()
     times: list[dict[str, Any]] = []
+    work: list[float] = []
     if not options.no_timing:
         try:
-            times = _times(options)
+            times, work = _times(options)
+            findings.append(_speeds(work))
         except CommunicationError as error:
             findings.append(Finding("all-reduce", "failed", "problem", str(error)))
     if options.json:
-        printing.print_json({"findings": [dataclasses.asdict(each) for each in findings], "all_reduce": times})
+        told = {"findings": [dataclasses.asdict(each) for each in findings], "all_reduce": times, "work_seconds": work}
+        printing.print_json(told)
     else:
         _show(findings, times, options.ranks)
     return int(any(each.status == "problem" for each in findings))
 
 
-def _times(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the times of the slowest rank, by backend and size."""
+def _times(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[float]]:
+    """Return the times of the slowest rank, by backend and size; and the time of the same work on each rank."""
     wanted = {
         "backends": usable_backends(),
         "sizes": SIZES,
@@ -90,8 +97,24 @@ def _times(options: argparse.Namespace) -> list[dict[str, Any]]:
         "timeout": options.timeout,
     }
     by_rank = run_ranks("lockstep.cli.doctor", wanted, options.ranks, options.timeout)
-    rows = [max(rows, key=lambda row: row["seconds"]) for rows in zip(*by_rank, strict=True)]
-    return [{**row, "copies": row["seconds"] / row["copy_seconds"]} for row in rows]
+    rows = [max(rows, key=lambda row: row["seconds"]) for rows in zip(*(each["rows"] for each in by_rank), strict=True)]
+    times = [{**row, "copies": row["seconds"] / row["copy_seconds"]} for row in rows]
+    return times, [each["work_seconds"] for each in by_rank]
+
+
+def _speeds(work: list[float]) -> Finding:
+    """Say whether a rank is slower than the others, and how ``balance="speed"`` would deal shares to them."""
+    shares = SHARES_A_RANK * len(work)
+    dealt = Dealt(deal_by_speed(shares, work), work)
+    slow, ratio = work.index(max(work)), max(work) / min(work)
+    value = f"rank {slow} takes {ratio:.2f} times as long as the fastest" if len(work) > 1 else "one rank"
+    if dealt.saved < WORTH_BALANCING:
+        return Finding("speed of the ranks", value)
+    advice = (
+        f'look for what else runs there; GlobalBatches(balance="speed") would deal {shares} shares as '
+        f"{' + '.join(map(str, dealt.deal))}, and save {dealt.saved:.0%} of a step"
+    )
+    return Finding("speed of the ranks", value, "note", advice)
 
 
 def _show(findings: list[Finding], times: list[dict[str, Any]], ranks: int) -> None:
@@ -250,13 +273,28 @@ def _can_share_memory() -> bool:
 # ------------------------------------------------------------------------------------------ in each process
 
 
-def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row for each backend and size: this rank's median seconds of an all-reduce and of a copy."""
+def measure(options: dict[str, Any]) -> dict[str, Any]:
+    """Return one row for each backend and size: this rank's median seconds of an all-reduce and of a copy; and the
+    seconds of some work, which is the same on all ranks."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=options["timeout"]))
     groups = {name: dist.new_group(backend=name) for name in options["backends"]}
     rows = [row for size in options["sizes"] for row in _measure_size(groups, size, options["rounds"])]
+    work = _measure_work(options["rounds"])
     dist.destroy_process_group()
-    return rows
+    return {"rows": rows, "work_seconds": work}
+
+
+def _measure_work(rounds: int) -> float:
+    """Return the median seconds of some products of matrices, while all ranks compute the same."""
+    a, times = torch.ones(256, 256), []
+    for number in range(-1, rounds):
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(20):
+            a @ a
+        if number >= 0:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def _measure_size(groups: dict[str, Any], size: int, rounds: int) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -42,6 +43,13 @@ class TrainingStatistics(Statistics):
     own_seconds_before: list[float | None] = field(default_factory=list)
     """The same for the rounds before those, up to 240; None if there were none."""
 
+    shares: list[int] = field(default_factory=list)
+    """The number of shares of each rank in the last step; empty without shares, as are the following."""
+    share_seconds: list[float | None] = field(default_factory=list)
+    """The seconds of a share on each rank, the median of its last steps. None before its third step."""
+    saved_by_deal: float | None = None
+    """The part of the slowest rank's time that this deal of shares saves, beside an equal one: 0.25 is a quarter."""
+
     @property
     def late_rank(self) -> int | None:
         """The rank that has waited least, for which the others have waited; None without ``all_ranks``."""
@@ -79,7 +87,8 @@ class TrainingStatistics(Statistics):
 def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics:
     """Return counts and times of a replicated module on this rank: rounds, bytes, hidden and exposed communication.
 
-    They are always recorded, as plain numbers.
+    They are always recorded, as plain numbers. Of a module with shares: how these are dealt to the ranks, and how long
+    one takes on each.
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
@@ -106,6 +115,11 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     phases = replication.statistics()
     reducer = replication.reducer if isinstance(replication, ReducerReplication) else None
     found = TrainingStatistics(phases.calls, phases.seconds, exposed_seconds=phases.seconds.get("wait", 0.0))
+    if replication.dealt is not None:
+        dealt = replication.dealt
+        found.shares = list(dealt.deal)
+        found.share_seconds = [seconds if isfinite(seconds) else None for seconds in dealt.seconds]
+        found.saved_by_deal = dealt.saved if isfinite(dealt.saved) else None
     if reducer is None:
         return found
     found.rounds = reducer.rounds

@@ -80,13 +80,6 @@ def _is_over(moment: Any) -> bool:
     return isinstance(moment, float) or bool(moment.query())
 
 
-class Dealt(NamedTuple):
-    """How the shares of a step were dealt, and how long a share takes on each rank."""
-
-    deal: Deal
-    seconds: tuple[float, ...]
-
-
 class Balance:
     """The deals of the batches of one :class:`~lockstep.shares.GlobalBatches`: the same on every rank.
 

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch.nn import Module
 
+from lockstep._base.deal import Dealt
 from lockstep.distributed.comm.agreement import Line
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import resolve_group
@@ -134,6 +135,11 @@ class ShareReplication(Replication):
         if self._module is None:
             self.start()
         world_of(self.group).audits_every = every
+
+    @property
+    def dealt(self) -> Dealt | None:
+        """See :class:`Replication`."""
+        return None if self._world is None else self._world.dealt
 
     @property
     def _started(self) -> ShareModule:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep._base.deal import Dealt
 from lockstep._base.devices import refuse_capture
 from lockstep._base.optimizer_steps import observe_steps
 from lockstep._base.seeds import derive_seed
@@ -23,7 +24,7 @@ from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
-from lockstep.shares.balance import Dealt, Pace, ShareClock
+from lockstep.shares.balance import Pace, ShareClock
 from lockstep.shares.module import ShareModule
 from lockstep.shares.share_step import Step
 from lockstep.shares.share_streams import Seed, random_streams

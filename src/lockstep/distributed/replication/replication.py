@@ -24,6 +24,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lockstep._base.compiler import outside_compiler
+from lockstep._base.deal import Dealt
 from lockstep._base.identity_map import IdentityMap
 from lockstep._base.inner_tensors import inner_tensors
 from lockstep._base.run_all import RunAll
@@ -197,6 +198,11 @@ class Replication(ABC):
     def statistics(self) -> Statistics:
         """Return calls and seconds of every phase so far."""
         return self.phases.statistics()
+
+    @property
+    def dealt(self) -> Dealt | None:
+        """How the shares of the last step were dealt; None without shares."""
+        return None
 
     def own_and_replicated(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters and buffers that differ between ranks, and those that are made equal."""
