@@ -288,12 +288,62 @@ def phases() -> str:
     return p.svg()
 
 
+def balance() -> str:
+    """What each rank does in a step, before and after shares and samples are dealt by what they cost."""
+    p = Picture(
+        960, 400, "A step of two ranks with equal shares of the work, and with shares dealt by speed or by cost"
+    )
+    unit, wide = 26, 12
+    for top, label in ((90, "equally\nmany"), (250, "dealt")):
+        for number, line in enumerate(label.split("\n")):
+            p.text(16, top + 66 + 18 * number, line, 14, "start", bold=True)
+        p.text(96, top + 36, "rank 0", 13, "start")
+        p.text(96, top + 92, "rank 1", 13, "start")
+    left = 150
+    p.text(left, 40, "rank 1 is half as fast: deal shares by speed", 15, "start", bold=True)
+    for top, ranks in ((90, ((4, unit), (4, 2 * unit))), (250, ((6, unit), (2, 2 * unit)))):
+        ready = max(count * width for count, width in ranks)
+        for row, (count, width) in enumerate(ranks):
+            for share in range(count):
+                p.box(left + share * width, top + 16 + 56 * row, width, 30, BLUE if row == 0 else ORANGE)
+            if count * width < ready:
+                p.box(left + count * width, top + 16 + 56 * row, ready - count * width, 30, PALE, "waits", 12)
+        p.box(left + ready, top + 8, wide, 102, GREEN)
+        p.text(left + ready + 18, top + 64, "step", 12, "start")
+    left = 560
+    p.text(left, 40, "rank 1 has longer sequences: deal samples by cost", 15, "start", bold=True)
+    batches = (
+        (90, [[30, 24, 20, 16], [124, 60, 40, 34]]),
+        (250, [[124, 16, 34], [60, 40, 30, 24, 20]]),
+    )
+    for top, ranks in batches:
+        ready = max(map(sum, ranks))
+        for row, samples in enumerate(ranks):
+            x = left
+            for length in samples:
+                p.box(x, top + 16 + 56 * row, length, 30, BLUE if row == 0 else ORANGE)
+                x += length
+            if x < left + ready:
+                p.box(x, top + 16 + 56 * row, left + ready - x, 30, PALE, "waits" if left + ready - x > 40 else "", 12)
+        p.box(left + ready, top + 8, wide, 102, GREEN)
+        p.text(left + ready + 18, top + 64, "step", 12, "start")
+    p.text(
+        16,
+        384,
+        "A box is a share, or a sample. The gradient is the same above and below, whoever computes what.",
+        13,
+        "start",
+    )
+    return p.svg()
+
+
 PICTURES = {
     "drift.svg": drift,
     "round.svg": a_round,
     "two_levels.svg": two_levels,
     "replicas.svg": replicas,
     "sharding.svg": sharding,
+    "balance.svg": balance,
     "shares.svg": tree_of_shares,
     "rooms.svg": rooms,
     "phases.svg": phases,

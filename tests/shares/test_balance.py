@@ -114,7 +114,7 @@ def train(rank, cell=CELLS[0], steps=12, options=None, paces=None, state=None, s
         lockstep.resume(state, **run)
     deals = []
     for number, batch in enumerate(itertools.islice(forever(batches), steps)):
-        PACE.seconds = 1.0 if paces is None else paces[rank.rank]
+        PACE.seconds = 1.0 if paces is None else paces(rank.rank, number)
         optimizer.zero_grad()
         found = 0
         for x, y in batch:
@@ -134,16 +134,21 @@ def alone():
     return run_ranks(1, train)[0][0]
 
 
+def slow_for_a_while(rank, step):
+    """The second rank is, in steps 2 to 5."""
+    return 2.0 if rank == 1 and step in range(2, 6) else 1.0
+
+
 @pytest.mark.usefixtures("told")
-def test_a_slow_rank_computes_fewer_shares(alone):
-    (one, fast), (other, slow) = run_ranks(2, train, CELLS[0], 12, None, (1.0, 2.0))
+def test_a_rank_that_is_slow_computes_fewer_shares_for_as_long(alone):
+    (one, fast), (other, slow) = run_ranks(2, train, CELLS[0], 12, None, slow_for_a_while)
     assert one == other == alone
-    assert (fast, slow) == ([4, 4, *[6] * 10], [4, 4, *[2] * 10])
+    assert (fast, slow) == ([*[4] * 4, *[6] * 4, *[4] * 4], [*[4] * 4, *[2] * 4, *[4] * 4])
 
 
 @pytest.mark.usefixtures("told")
 def test_without_balance_all_compute_equally_many(alone):
-    for found, counts in run_ranks(2, train, CELLS[0], 12, {"balance": None}, (1.0, 2.0)):
+    for found, counts in run_ranks(2, train, CELLS[0], 12, {"balance": None}, slow_for_a_while):
         assert (found, counts) == (alone, [4] * 12)
 
 
