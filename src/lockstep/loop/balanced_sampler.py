@@ -198,7 +198,7 @@ class BalancedSampler(Sampler[list[int]]):
         """Return the iterator of :meth:`batches`; workers of the loader start at once."""
         self._is_counted = True
         try:
-            with torch.random.fork_rng(devices=()):
+            with torch.random.fork_rng(devices=()), torch.device("cpu"):
                 seed_cpu(derive_seed("workers", self._ranks()[0], self.seed, self.epoch))
                 return self._counted(iter(loader))
         finally:
@@ -257,10 +257,10 @@ class BalancedSampler(Sampler[list[int]]):
         """Continue at the batch at which :meth:`state_dict` was called; raises :class:`OptionError` if its arguments
         are others."""
         for name, value in self._fixed().items():
-            if state[name] != value:
+            if state.get(name) != value:
                 raise OptionError(
-                    f"the state is of a BalancedSampler with {name}={state[name]!r}, this one has {name}={value!r}, so "
-                    "its batches have other samples; make it with the same arguments"
+                    f"the state is of a BalancedSampler with {name}={state.get(name)!r}, this has {name}={value!r}, "
+                    "so its batches have other samples; make it with the same arguments"
                 )
         self.epoch, self.batch = state["epoch"], state["batch"]
         self._has_plain_loop = False

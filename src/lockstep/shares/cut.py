@@ -36,6 +36,9 @@ def split(samples: Sequence[int], shares: int) -> list[Sequence[int]]:
     return [part for part in parts if part]
 
 
+_MOST_KNOWN = 32
+
+
 class Cut:
     """How the samples of a batch are put into shares: equally many, or of equal ``cost``."""
 
@@ -44,6 +47,8 @@ class Cut:
             raise OptionError("GlobalBatches(): padded=True needs the cost of each sample, cost=lengths")
         self._costs = None if cost is None else costs_of(cost, samples, "GlobalBatches()")
         self._padded = padded
+        self._known: dict[tuple[int, ...], list[Sequence[int]]] = {}
+        """The shares of some batches: the loader asks for them, and later the training."""
         self.name = "" if self._costs is None else f"{'padded ' if padded else ''}{digest_of(self._costs)}"
         """A text that is another one for other costs; empty without."""
 
@@ -51,9 +56,14 @@ class Cut:
         """Return the samples of each share; shares without a sample are left out."""
         if self._costs is None:
             return split(samples, shares)
-        costs = [self._costs[sample] for sample in samples]
-        dealt = deal_padded(costs, shares) if self._padded else deal(costs, shares)
-        return [[samples[place] for place in part] for part in dealt if part]
+        key = shares, *samples
+        if key not in self._known:
+            costs = [self._costs[sample] for sample in samples]
+            dealt = deal_padded(costs, shares) if self._padded else deal(costs, shares)
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = [[samples[place] for place in part] for part in dealt if part]
+        return self._known[key]
 
     def digest(self, parts: Sequence[Sequence[int]]) -> int | None:
         """Return a number that tells these shares from others with as many rows; None if no others exist."""
