@@ -10,9 +10,11 @@ that the others have measured. The ways take turns, in the same processes. Equal
 
 Second: an encoder on sequences with the lengths of a log-normal distribution, and of the paragraphs of Python's own
 documentation (`pydoc_data.topics`), padded to the longest of a rank's batch. An epoch has the same samples in each way,
-so its time is the reciprocal of tokens a second. `group_by_length` sorts the samples of fifty batches by length and
-deals neighbours to the ranks, as the sampler of that name in transformers does: that is another order of the samples,
-and another result. The others have the global batches of `DistributedSampler`.
+so its time is the reciprocal of tokens a second. Where other programs use the cores, the time says less. So the
+processor time of the rank that has most of it in a step is told, too, summed over the steps. `group_by_length` sorts
+the samples of fifty batches by length and deals neighbours to the ranks, as the sampler of that name in transformers
+does: that is another order of the samples, and another result. The others have the global batches of
+`DistributedSampler`.
 """
 
 from __future__ import annotations
@@ -130,8 +132,8 @@ def show_shares(slowness: str, world: int, shares: int, steps: int, rounds: int)
 # ------------------------------------------------------------------------------------- batches by cost
 
 VOCABULARY = 500
-Epoch = Callable[[], list[float]]
-"""Trains an epoch, and returns the sums of this rank's losses."""
+Epoch = Callable[[], list[tuple[float, float]]]
+"""Trains an epoch, and returns of each step the sum of this rank's losses, and its processor time."""
 DDP, PLAIN, GROUPED, BALANCED, PADDED = (
     "DDP, DistributedSampler",
     "lockstep, DistributedSampler",
@@ -222,9 +224,10 @@ def epoch_of(way: str, lengths: Sequence[int], batch_size: int, width: int, rank
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader = loader_of(way, lengths, batch_size, rank, world)
 
-    def epoch() -> list[float]:
-        losses = []
+    def epoch() -> list[tuple[float, float]]:
+        steps = []
         for tokens in loader:
+            begin = time.process_time()
             optimizer.zero_grad()
             number = int((tokens != 0).sum())
             if way == DDP:
@@ -235,8 +238,8 @@ def epoch_of(way: str, lengths: Sequence[int], batch_size: int, width: int, rank
                     loss = model(tokens)
                     loss.backward()
             optimizer.step()
-            losses.append(loss.item())
-        return losses
+            steps.append((loss.item(), time.process_time() - begin))
+        return steps
 
     return epoch
 
@@ -249,14 +252,17 @@ def shares_epoch(module: nn.Module, lengths: Sequence[int], batch_size: int, *, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data = GlobalBatches(texts_of(lengths), batch_size, 8, process_group=group, collate_fn=collate, **cost)  # type: ignore[arg-type]
 
-    def epoch() -> list[float]:
+    def epoch() -> list[tuple[float, float]]:
+        steps = []
         for batch in data:
+            begin = time.process_time()
             optimizer.zero_grad()
             for tokens in batch:
                 with lockstep.accumulate(model, weight=int((tokens != 0).sum())):
                     model(tokens).backward()
             optimizer.step()
-        return []
+            steps.append((0.0, time.process_time() - begin))
+        return steps
 
     return epoch
 
@@ -265,10 +271,11 @@ WAYS = (DDP, PLAIN, GROUPED, BALANCED, PADDED, SHARES, SHARES_BY_COST)
 
 
 def epochs_of_rank(rank: int, lengths: Sequence[int], batch_size: int, width: int, rounds: int) -> dict[str, Any]:
-    """On one rank: the seconds of an epoch in each way, and the losses of the first epoch with a BalancedSampler."""
+    """On one rank: the seconds of epochs and the processor time of each step, by way; the losses of the first epoch."""
     world = dist.get_world_size()
     ways = {way: epoch_of(way, lengths, batch_size, width, rank, world) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    processor: dict[str, list[list[float]]] = {way: [] for way in ways}
     losses: list[float] = []
     for number in range(-1, rounds):
         for way in list(ways) if number % 2 == 0 else list(ways)[::-1]:
@@ -278,14 +285,21 @@ def epochs_of_rank(rank: int, lengths: Sequence[int], batch_size: int, width: in
             dist.barrier()
             if number >= 0:
                 seconds[way].append(time.perf_counter() - begin)
+                processor[way].append([spent for _, spent in found])
             elif way == PADDED:
-                losses = found
-    return {"seconds": seconds, "losses": losses}
+                losses = [loss for loss, _ in found]
+    return {"seconds": seconds, "processor": processor, "losses": losses}
+
+
+def of_slowest(ranks: Sequence[dict[str, Any]], way: str) -> float:
+    """The processor time of the rank that has most in a step, summed over the steps of an epoch; the median epoch."""
+    rounds = zip(*(rank["processor"][way] for rank in ranks), strict=True)
+    return statistics.median(sum(map(max, zip(*each, strict=True))) for each in rounds)
 
 
 def losses_of_one(rank: int, lengths: Sequence[int], batch_size: int, width: int) -> list[float]:
     """The losses of one process with whole batches."""
-    return epoch_of(PADDED, lengths, batch_size, width, 0, 1)()
+    return [loss for loss, _ in epoch_of(PADDED, lengths, batch_size, width, 0, 1)()]
 
 
 def show_epochs(name: str, world: int, samples: int, batch_size: int, width: int, rounds: int) -> None:
@@ -293,11 +307,19 @@ def show_epochs(name: str, world: int, samples: int, batch_size: int, width: int
     lengths = LENGTHS[name](samples)
     ranks = launch(epochs_of_rank, lengths, batch_size, width, rounds, world=world)
     tokens, times = sum(lengths), {way: statistics.median(ranks[0]["seconds"][way]) for way in WAYS}
-    rows = [(way, f"{tokens / times[way]:,.0f}", f"{times[DDP] / times[way]:.2f}") for way in WAYS]
-    table(f"{name}, {world} ranks, batches of {batch_size}", ("way", "tokens a second", "over DDP"), rows)
+    spent = {way: of_slowest(ranks, way) for way in WAYS}
+    rows = [
+        (way, f"{tokens / times[way]:,.0f}", f"{times[DDP] / times[way]:.2f}", f"{spent[DDP] / spent[way]:.2f}")
+        for way in WAYS
+    ]
+    headers = ("way", "tokens a second", "over DDP", "by processor time")
+    table(f"{name}, {world} ranks, batches of {batch_size}", headers, rows)
     pairs = [(PADDED, other) for other in (DDP, PLAIN, GROUPED)] + [(SHARES_BY_COST, SHARES)]
     for way, other in pairs:
-        print(f"ratio  {name}, {world} ranks, tokens a second, {way} over {other}: {times[other] / times[way]:.3f}")
+        print(
+            f"ratio  {name}, {world} ranks, tokens a second, {way} over {other}: {times[other] / times[way]:.3f}, "
+            f"by processor time {spent[other] / spent[way]:.3f}"
+        )
     (alone,) = launch(losses_of_one, lengths, batch_size, width, world=1)
     together = [sum(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
     worst = max(abs(a - b) / b for a, b in zip(together, alone, strict=True))
@@ -314,7 +336,7 @@ def main() -> None:
         for case in cases[:1] if args.quick else cases:
             show_shares(*case, steps, args.rounds)
     if args.only != "shares":
-        samples, batch_size, width = (32, 8, 16) if args.quick else (512, 32, 128)
+        samples, batch_size, width = (32, 8, 16) if args.quick else (256, 32, 128)
         for name in list(LENGTHS)[: 1 if args.quick else None]:
             for world in [2] if args.quick else [2, 4]:
                 show_epochs(name, world, samples, batch_size, width, args.rounds)
