@@ -108,7 +108,9 @@ def train(rank, cell=CELLS[0], steps=12, options=None, paces=None, state=None, s
     options = {"balance": "speed", "last": "smaller", "seed": 1, "process_group": rank.group, **(options or {})}
     audits = options.pop("audits", None)
     lockstep.shares.audit(model, audits)
-    batches = lockstep.shares.GlobalBatches(data_of(cell.model), 32, 8, **options)
+    with torch.device("cpu"):
+        data = data_of(cell.model)
+    batches = lockstep.shares.GlobalBatches(data, 32, 8, **options)
     run = {"group": rank.group, "model": model, "optimizer": optimizer, "data": batches}
     if state is not None and stop is None:
         lockstep.resume(state, **run)
@@ -118,7 +120,8 @@ def train(rank, cell=CELLS[0], steps=12, options=None, paces=None, state=None, s
         optimizer.zero_grad()
         found = 0
         for x, y in batch:
-            torch.nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+            output = model(x.to(rank.device))
+            torch.nn.functional.cross_entropy(output, y.to(rank.device), reduction="sum").backward()
             found += not batch.is_auditing
         optimizer.step()
         assert found == len(batch)
@@ -201,6 +204,14 @@ def test_bits_do_not_depend_on_deals(alone, name):
     deals = list(zip(*(counts for _, counts in found), strict=True))
     assert {sum(deal) for deal in deals} == {8}
     assert len(set(deals)) > 1 or world == 8
+
+
+@pytest.mark.usefixtures("sim", "at_random")
+def test_bits_do_not_depend_on_deals_to_accelerators():
+    ((wanted, _),) = run_ranks(1, train, device="sim")
+    found = run_ranks(2, train, device="sim")
+    assert {fingerprint for fingerprint, _ in found} == {wanted}
+    assert len(set(zip(*(counts for _, counts in found), strict=True))) > 1
 
 
 def with_workers(rank):
