@@ -6,8 +6,9 @@ it costs at most 1 %. Batches that are dealt by cost make 1.4 times the tokens a
 Measured, first: shares on two and three ranks, processes of one intra-op thread each. A share multiplies matrices or
 sleeps; the last rank is slow since its shares sleep twice as long, or since it shares its core with a process that
 counts. Each way is dealt equally, by speed, or, fixed from the first step on, as is best for the times of the ranks
-that the others have measured. The ways take turns, in the same processes. Equal ranks are told by processor time, too;
-and so is what measuring and deciding take in a step, beside a step of eight shares of a 64 x 64 layer.
+that the others have measured. Of shares that sleep, what the slowest rank has slept is told as well, whatever the
+system adds to it. The ways take turns, in the same processes. Equal ranks are told by processor time, too, and so is
+what measuring and deciding take in a step, beside a step of eight shares of a 64 x 64 layer.
 
 Second: an encoder on sequences with the lengths of a log-normal distribution, and of the paragraphs of Python's own
 documentation (`pydoc_data.topics`), padded to the longest of a rank's batch. An epoch has the same samples in each way,
@@ -40,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep
-from lockstep._base.deal import deal_by_speed
+from lockstep._base.deal import deal_by_speed, slowest
 from lockstep.loop import BalancedSampler
 from lockstep.shares import GlobalBatches
 from lockstep.shares.balance import Balance, Pace, ShareClock
@@ -81,6 +82,7 @@ def shares_of_rank(rank: int, slowness: str, shares: int, steps: int, rounds: in
     taken: dict[str, list[float]] = {way: [] for way in ways}
     processor: dict[str, list[float]] = {way: [] for way in ways}
     seconds: list[float] = []
+    counts: dict[str, list[int]] = {way: [] for way in ways}
     try:
         for number in range(-1, rounds):
             for way, (model, _, batches) in ways.items():
@@ -88,6 +90,8 @@ def shares_of_rank(rank: int, slowness: str, shares: int, steps: int, rounds: in
                 begin, spent = time.perf_counter(), time.process_time()
                 for batch in itertools.islice(batches, steps):
                     model.zero_grad()
+                    if number >= 0:
+                        counts[way].append(len(batch))
                     for (x,) in batch:
                         work()
                         model(x).square().sum().backward()
@@ -105,7 +109,8 @@ def shares_of_rank(rank: int, slowness: str, shares: int, steps: int, rounds: in
             busy.kill()
             busy.wait()
     best_deal = deal_by_speed(shares, seconds)
-    return {"taken": taken, "processor": processor, "deal": found.shares, "best": best_deal, "seconds": seconds}
+    told = {"deal": found.shares, "best": best_deal, "seconds": seconds}
+    return {"taken": taken, "processor": processor, "counts": counts, **told}
 
 
 def cost_of_measuring(number: int) -> tuple[float, float]:
@@ -150,6 +155,19 @@ def show_shares(slowness: str, world: int, shares: int, steps: int, rounds: int)
         return
     ratio(f"{name}, by speed to best deal", times[BY_SPEED], times[BEST], 1.1)
     print(f"ratio  {name}, steps a second, by speed to equal deal: {times[EQUAL] / times[BY_SPEED]:.3f}")
+    if slowness == "sleeps":
+        each = nominal(world)
+        deals = {way: zip(*(rank["counts"][way] for rank in ranks), strict=True) for way in times}
+        slept = {way: sum(slowest(deal, each) for deal in deals[way]) for way in times}
+        best = len(ranks[0]["counts"][BEST]) * slowest(deal_by_speed(shares, each), each)
+        ratio(f"{name}, sleep of the slowest rank, by speed to best deal", slept[BY_SPEED], best, 1.1)
+        more = slept[EQUAL] / slept[BY_SPEED]
+        print(f"ratio  {name}, steps a second by that sleep, by speed to equal deal: {more:.3f}")
+
+
+def nominal(world: int) -> list[float]:
+    """What a share sleeps on each rank."""
+    return [SHARE_SECONDS * (1 + (rank == world - 1)) for rank in range(world)]
 
 
 # ------------------------------------------------------------------------------------- batches by cost
