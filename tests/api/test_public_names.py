@@ -149,7 +149,6 @@ PUBLIC = {
             .is_padding
             .weight
         class GatheredRows(rows, own)
-        class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>, own_seconds=<factory>, own_seconds_before=<factory>)
         class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>, own_seconds=<factory>, own_seconds_before=<factory>, shares=<factory>, share_seconds=<factory>, saved_by_deal=None)
             .as_dict()
             .as_json()

@@ -55,8 +55,9 @@ def gather_rows(value: Any, module: Module) -> GatheredRows:
         rank they are the value itself, and all rows. Tensors that need no gradient on any rank have no graph.
 
     Communicates one small all-reduce, which compares shapes and numbers of rows, a small all-gather of these if they
-    differ, and one all-gather of the rows, padded to the longest. Each backward through the rows takes one all-to-all, so every rank must run it equally
-    often; the gradient is differentiable again. Every rank must call this function equally often, too.
+    differ, and one all-gather of the rows, padded to the longest. Each backward through the rows takes one all-to-all,
+    so every rank must run it equally often; the gradient is differentiable again. Every rank must call this function
+    equally often, too.
 
     Raises:
         AgreementError: Dtypes, shapes or structure differ between ranks. Raised on every rank.
