@@ -34,7 +34,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference: its cause (one of :data:`SECTIONS`) and a sentence."""
+    """A difference: its cause (one of ``SECTIONS``) and a sentence."""
 
     cause: str
     text: str

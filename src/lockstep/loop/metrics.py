@@ -208,7 +208,7 @@ def _sums(
     *digests, weights, stops = row[: len(head)].tolist()
     decisions.hear_requests(stops > 0)
     if not are_alike(digests, collectives.world):
-        other = first_differing(all_gather_object(digest, f"what {caller}() was given", collectives))
+        other = first_differing(all_gather_object(digest, "what was given to mean() or total()", collectives))
         assert other is not None
         _raise_difference(lines, other, caller, collectives)
     rest = flat[_AT_ONCE:]
