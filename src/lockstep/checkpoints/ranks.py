@@ -148,29 +148,22 @@ class RanksByStore(Ranks):
         self._round = 0
 
     def tell(self, value: Any, what: str) -> list[Any]:
-        """Return the values of all ranks, in rank order; the first rank collects them, so that each other reads one."""
+        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
-        keys, of_all = [f"{self._round} of {rank}" for rank in range(self.size)], f"{self._round} of all"
-        self._round += 1
+        keys = [f"{self._round} of {rank}" for rank in range(self.size)]
         self._bounded_store.set(keys[self.rank], json.dumps(value))
-        if self.rank:
-            self._wait([of_all], keys, what)
-            return list(json.loads(self._bounded_store.get(of_all)))
-        self._wait(keys, keys, what)
-        values = [json.loads(self._bounded_store.get(key)) for key in keys]
-        self._bounded_store.set(of_all, json.dumps(values))
-        return values
+        self._wait(keys, what)
+        self._round += 1
+        return [json.loads(self._bounded_store.get(key)) for key in keys]
 
-    def _wait(self, needed: list[str], keys: list[str], what: str) -> None:
-        """Return when the ``needed`` keys are there; name the ranks that are late by their ``keys``."""
+    def _wait(self, keys: list[str], what: str) -> None:
         until, pause = time.monotonic() + self._timeout, SHORTEST_WAIT
-        while not self._bounded_store.check(needed):
+        while not self._bounded_store.check(keys):
             self._check()
             if time.monotonic() > until:
                 named = zip(self.names, keys, strict=True)
                 late = [str(name) for name, key in named if not self._bounded_store.check([key])]
-                late = late or [str(self.names[0])]  # which has not passed on what the others say
                 raise CommunicationError(
                     f"{what}, behind the training: rank {', '.join(late)} has not answered within {self._timeout:g} s"
                 )
