@@ -136,6 +136,23 @@ def test_waits_in_different_groups_are_named(first, second, world, backend, tmp_
             assert "rank 1 has left the training in good order" in text
 
 
+def wait_on_accelerators(rank, folder, first, second):
+    """Gradients travel over Gloo, everything else over its companion: two waits with one number are not one wait."""
+    try:
+        with lockstep.watch():
+            CALLS[first if rank.rank == 0 else second](make(dist.group.WORLD, folder))
+    except PeerFailure as failure:
+        return str(failure)
+    return ""
+
+
+@pytest.mark.parametrize("second", ["mean", "check_in_sync"])
+def test_waits_of_accelerators_and_of_the_host_are_named(second, tmp_path):
+    told = run_processes(2, wait_on_accelerators, tmp_path, "backward", second, device="sim")
+    assert check("backward", second, told) == [True] * 2
+    assert all("(allreduce of accelerators, " in text for text in told)
+
+
 # ------------------------------------------------------------------------------------------------ no false alarm
 
 

@@ -104,10 +104,13 @@ class Pending:
 class _Sender:
     """A group that sends tensors, and what its backend can do."""
 
-    __slots__ = ("abilities", "group", "in_slices")
+    __slots__ = ("abilities", "group", "in_slices", "of_what")
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, of_what: str = "") -> None:
         self.group = group
+        self.of_what = of_what
+        """Ends the names of its collectives: one over the companion is not the one with the same number over the group,
+        and ranks that are in one each wait for ever."""
         self.abilities = abilities_of(group)
         self.in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
         """True if its works have to be waited for in slices: see :meth:`Collectives.wait_watched`."""
@@ -135,8 +138,8 @@ class Collectives:
         self.global_ranks = global_ranks(group)
         self._registered = is_registered(group)
         self._state = state_of(group)
-        self._given = _Sender(group)
         self._store = store_for_companion(group, backends_of(group)) if uses_companion else None
+        self._given = _Sender(group, "" if self._store is None else " of accelerators")
         self._on_cpu: _Sender | None = self._given if self._store is None else None
         self.device = control_device(group) if self._store is None else torch.device("cpu")
         """The device of small control tensors."""
@@ -463,7 +466,7 @@ class Collectives:
             raise self.failure(what, error) from error
         if work is None:
             raise CommunicationError(f"{what}: this process is not in the process group it was given")
-        call = waits.Call(self.group, self._state.begun.add(), collective.__name__, what, needed)
+        call = waits.Call(self.group, self._state.begun.add(), collective.__name__ + sender.of_what, what, needed)
         return Pending((work,), self, call, sender.in_slices)
 
     def _place(self) -> str:
