@@ -5,6 +5,8 @@ Accelerators are simulated.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import nn
 
 import lockstep
 import sim as simulator
-from lockstep.errors import DeviceError
+from lockstep.errors import DeviceError, PeerFailure
 from processes import be_launched, run_processes
 
 
@@ -76,3 +78,31 @@ def test_they_train_on_the_cpu_if_that_is_asked_for_or_share_one_that_is_named()
 def test_a_device_that_is_not_there_is_named(device, said):
     (told,) = devices(1, 1, device)
     assert said in told
+
+
+class Stream:
+    """The stream of an accelerator that is at work until another rank fails, or whose kernels fail."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def query(self):
+        if self.fails:
+            raise RuntimeError("device-side assert triggered")
+        return False
+
+
+def end_with_the_device_at_work(rank):
+    dist.all_reduce(torch.ones(1))
+    try:
+        with lockstep.session(device="sim", timeout=60.0):
+            # until the process ends
+            mock.patch.object(torch.accelerator, "current_stream", return_value=Stream(rank.rank == 1)).start()
+    except (RuntimeError, PeerFailure) as error:
+        return str(error).partition("\n")[0]
+
+
+def test_what_the_device_says_at_the_end_of_a_session_is_told_to_all():
+    told, own = run_processes(2, end_with_the_device_at_work, device="sim")
+    assert own == "device-side assert triggered"
+    assert told == f"rank 0 stops, because rank 1 failed in tear-down: RuntimeError: {own}"

@@ -1,8 +1,9 @@
 """Checks and resolves device lists, warns of unbalanced devices, and tests that copies between two devices work."""
 
 import threading
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -43,6 +44,25 @@ def refuse_capture(device: torch.device, what: str) -> None:
             "forward and backward with torch.cuda.make_graphed_callables() before the module is replicated, and leave "
             "backward() and step() of the whole outside of the capture"
         )
+
+
+def wait_for_accelerator(check: Callable[[], object]) -> None:
+    """Return when the current stream of the accelerator has done all its work; raise the device's error, if it has one.
+
+    Call ``check`` again and again while waiting, and raise what it raises: a collective on the device ends only if all
+    ranks take part, so it may never end.
+    """
+    found = accelerator()
+    if found is None or not torch.get_device_module(found.type).is_initialized():
+        return
+    stream, seconds = torch.accelerator.current_stream(), _FIRST_LOOK
+    while not stream.query():
+        check()
+        time.sleep(seconds)
+        seconds = min(2 * seconds, _LATER_LOOKS)
+
+
+_FIRST_LOOK, _LATER_LOOKS = 1e-4, 0.01
 
 
 def resolve_device(device: DeviceLike) -> torch.device:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep._base.devices import wait_for_accelerator
 from lockstep._base.forked_groups import keep_for_ever
 from lockstep._base.network import host_identity
 from lockstep._base.store import in_background
@@ -201,13 +202,28 @@ class Watch:
         """Tell the others how this rank ends, release the group by ``release``, wait for the others, and close.
 
         ``error`` is the exception that left the training, None if it is over. If another rank has failed, raises
-        :class:`PeerFailure`, from the error if there is one.
+        :class:`PeerFailure`, from the error if there is one. Without an error, waits for this rank's accelerator
+        first, and raises its error, if it has one.
         """
         if self._ended or self._process != os.getpid():
             return
         self._ended = True
+        broken = self._error_of_device() if error is None else None
         with self._resources:
-            self._leave(error, release)
+            self._leave(error or broken, release)
+        if broken is not None:
+            raise broken
+
+    def _error_of_device(self) -> BaseException | None:
+        """Return the error of this rank's accelerator, which shows when its work is done, after the last call of the
+        program."""
+        try:
+            wait_for_accelerator(self.check)
+        except PeerFailure:  # the channel knows it
+            return None
+        except BaseException as error:  # Ctrl-C, too
+            return error
+        return None
 
     def _leave(self, error: BaseException | None, release: Callable[[], object]) -> None:
         channel = self.channel
