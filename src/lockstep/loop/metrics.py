@@ -18,6 +18,7 @@ from lockstep.errors import AgreementError, OptionError
 from lockstep.phases import Phases
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 _DIGEST_BITS = 64
 _AT_ONCE = 64
 """Numbers that travel with the comparison of what ranks pass; further ones take a second all-reduce."""
@@ -41,8 +42,9 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
             (of its dtype if that is floating, else float64). Sums are taken in float64, so means of whole numbers are
             exact if their sums, times the weights, stay below 2**53.
 
-    Communicates one all-reduce of 66 numbers and one more for each rank, and waits for it. More than 64 numbers take a
-    second all-reduce. Tensors on an accelerator, and the weight, are read with one copy, which waits for the device.
+    Communicates one all-reduce of 130 numbers of float64, and waits for it. More than 64 values take a second one.
+    Tensors on an accelerator, and the weight, are read with one copy, which waits for the device; the results go back
+    with another.
 
     Raises:
         AgreementError: Structures, shapes or names differ between ranks; raised on every rank.
@@ -118,6 +120,8 @@ class _Sums(NamedTuple):
     def build(self, numbers: Tensor) -> Any:
         """Return numbers in the structure of the values that were given."""
         pieces = numbers.cpu().split([part.values.numel() for part in self.parts])
+        homes = [_CPU if part.tensor is None else part.tensor.device for part in self.parts]
+        pieces = _move_together(pieces, homes)
         return self.tree.build([part.like(piece) for part, piece in zip(self.parts, pieces, strict=True)])
 
 
@@ -135,7 +139,7 @@ def _sum(values: Any, weight: float | Tensor, caller: str, decisions: Decisions)
     if not isinstance(weight, Tensor) or weight.numel() != 1:
         weight = torch.tensor(float(weight), dtype=torch.float64, device="cpu")  # raises for a tensor of more elements
     together = [*(part.values for part in parts), weight.detach().to(torch.float64).reshape(1)]
-    *numbers, of_rank = _read_together(together, collectives.device)
+    *numbers, of_rank = _move_together(together, [collectives.device] * len(together))
     own = of_rank.item()
     if not 0 <= own < float("inf"):
         expected = f"{own}, expected a finite number, 0 or more"
@@ -151,12 +155,15 @@ def _sum(values: Any, weight: float | Tensor, caller: str, decisions: Decisions)
     return _Sums(tree, parts, sums, weights)
 
 
-def _read_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return flat tensors of float64 on a device, with one copy from each device that they are on."""
+def _move_together(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return flat tensors of one dtype, each on its device, with one copy from each device to each other one."""
     found = list(tensors)
-    for source in {each.device for each in tensors} - {device}:
-        places = [place for place, each in enumerate(tensors) if each.device == source]
-        together = torch.cat([tensors[place] for place in places]).to(device)
+    ways = [(tensor.device, device) for tensor, device in zip(tensors, devices, strict=True)]
+    for source, target in set(ways):
+        if source == target:
+            continue
+        places = [place for place, way in enumerate(ways) if way == (source, target)]
+        together = torch.cat([tensors[place] for place in places]).to(target)
         for place, piece in zip(places, together.split([tensors[place].numel() for place in places]), strict=True):
             found[place] = piece
     return found
@@ -175,7 +182,7 @@ class _Part(NamedTuple):
         if self.tensor is None:
             return values.item()
         dtype = self.tensor.dtype if self.tensor.is_floating_point() else torch.float64
-        return values.view(self.tensor.shape).to(self.tensor.device, dtype)
+        return values.view(self.tensor.shape).to(dtype)
 
 
 def _part(leaf: Leaf, caller: str) -> _Part:
