@@ -48,7 +48,7 @@ def train(run: lockstep.Session, split: int, epochs: int) -> None:
     mesh = init_device_mesh(run.device.type, (run.world_size // split, split), mesh_dim_names=("replicas", "split"))
     replicas = mesh["replicas"].get_group()  # the processes that have the same part as this one
     model = make_model(mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)  # some parameters are DTensors
     if run.is_main:
         whole, part = tuple(model[1].up.weight.shape), tuple(model[1].up.weight.to_local().shape)
         print(f"{mesh.shape[0]} replicas of {split} ranks; a matrix of {whole} is {part} on each")
