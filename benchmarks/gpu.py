@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -124,6 +125,10 @@ def run_tests(kit: Kit) -> None:
     dry = {} if kit.measures else {"LOCKSTEP_GPU_TESTS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     # No plug-in of pytest is needed, and one that is missing leaves its options in pyproject.toml unknown.
     plain = ["-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning"]
+    if find_spec("xdist") and (os.cpu_count() or 1) >= 8:
+        plain += ["-n", "4"]
+    if find_spec("pytest_benchmark"):
+        plain += ["-p", "no:benchmark"]  # which warns beside xdist
     since = time.monotonic()
     text = run_program(
         kit, "tests/gpu", ["-m", "pytest", "-rfEs", *plain, "-p", "no:cacheprovider", "tests/gpu"], 200, **dry

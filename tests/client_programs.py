@@ -33,7 +33,7 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if not _kept:
+    if not _kept and torch.version.cuda is None:
         torchvision = library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             with contextlib.suppress(RuntimeError):  # it is there

@@ -997,7 +997,8 @@ def _seeded(calls: list[F], rank: int) -> list[F]:
 
 
 def _sgd(nets: list[Any]) -> None:
-    torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.05).step()
+    parameters = [p for net in nets for p in net.parameters()]
+    torch.optim.SGD(parameters, lr=0.05, foreach=False).step()  # weight_norm() of tied weights: two have one memory
 
 
 def _values(net: nn.Module) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from one_gpu import CYCLES
+
 DRY = os.environ.get("LOCKSTEP_GPU_TESTS") == "cpu"
 
 
@@ -49,9 +51,6 @@ def places(request: pytest.FixtureRequest, home: torch.device) -> list[torch.dev
     if request.param == "all":
         return request.getfixturevalue("gpus")
     return [home] * (2 if request.param == "twice" else 3)
-
-
-CYCLES = 200_000_000  # at 1 to 2 GHz a tenth of a second or more: far longer than any kernel of these tests
 
 
 @pytest.fixture

@@ -18,11 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 import lockstep
 from lockstep.errors import OptionError, OutOfSyncError
+from one_gpu import CYCLES, LIMIT
 from processes import run_processes
 
-CYCLES = 200_000_000  # a tenth of a second or more, as in `conftest.py`
 MIB = 1 << 20
-LIMIT = 100.0  # seconds, for processes that have CUDA and NCCL to start
 
 Pair = namedtuple("Pair", "left right")
 

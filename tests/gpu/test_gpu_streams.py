@@ -242,6 +242,7 @@ def test_training_on_another_stream(gpu, busy, exact):
             loss = nn.functional.mse_loss(parallel(x[number]), y[number].to(gpu))
             busy(stream)
             loss.backward()
+            del loss  # its graph would keep the accumulators of its stream for the next step
         if stream is mine:
             torch.cuda.current_stream(gpu).wait_stream(mine)
         else:
