@@ -54,11 +54,9 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY)  ## the code, docs/files.md and docs/promises.md
+format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/python docs/list_files.py
-	$(BIN)/python docs/list_promises.py
 
 docs: $(DOCS)  ## the documentation, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs

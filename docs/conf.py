@@ -3,11 +3,13 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS), str(DOCS / "_ext")]
 
 project = "lockstep"
 author = "The lockstep developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages", "links"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions += ["list_files", "list_promises", "pages", "links"]  # in docs and docs/_ext
 exclude_patterns = ["_ext", "_static", "pictures"]
 nitpicky = True  # every name that a page refers to is there
 

@@ -1,20 +1,22 @@
-"""Writes ``docs/files.md``: every file of the library with the first line of its docstring. ``make format`` runs it."""
+"""Lists every file of the library with the first line of its docstring, for docs/files.md.
+
+``python docs/list_files.py`` prints the list.
+"""
+
+from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "lockstep"
-PAGE = DOCS / "files.md"
-HEAD = """\
-# Files
-
-<!-- Written by docs/list_files.py, from the first lines of docstrings: edit those, and run `make format`. -->
-
-Every file with the first line of its docstring, room by room, in the order of the [architecture](architecture.md).
-PURE: what comes out depends on the arguments alone, and no other rank is asked, so that a table can test it.
-"""
+MARK = "<!-- files -->"
 
 
 def rooms() -> list[str]:
@@ -32,16 +34,25 @@ def first_line(file: Path) -> str:
     return docstring.partition("\n")[0].replace("``", "`")
 
 
-def write() -> str:
-    """Return the page."""
-    lines = [HEAD]
+def listed() -> Iterator[str]:
+    """Yield the lines of the list, in Markdown, room by room."""
     for room in rooms():
-        lines += [f"## lockstep/{room}\n", f"{first_line(SOURCE / room / '__init__.py')}\n"]
-        files = [file for file in sorted((SOURCE / room).glob("*.py")) if file.name != "__init__.py"]
-        lines += [f"- [`{file.name}`](../src/lockstep/{room}{file.name}): {first_line(file)}" for file in files]
-        lines.append("")
-    return "\n".join(lines)
+        yield f"\n## lockstep/{room}\n\n{first_line(SOURCE / room / '__init__.py')}\n"
+        for file in sorted((SOURCE / room).glob("*.py")):
+            if file.name != "__init__.py":
+                yield f"- [`{file.name}`](../src/lockstep/{room}{file.name}): {first_line(file)}"
+
+
+def _put_in(app: Sphinx, page: str, source: list[str]) -> None:
+    if MARK in source[0]:
+        source[0] = source[0].replace(MARK, "\n".join(listed()))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register with Sphinx, before the links to files of the repository are made absolute."""
+    app.connect("source-read", _put_in, priority=400)
+    return {"parallel_read_safe": True}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(write())
+    print("\n".join(listed()))

@@ -1,105 +1,110 @@
-"""Writes docs/promises.md: each promise of docs/distributed.md, and the tests that would fail if it were broken.
+"""Lists the promises of docs/distributed.md with the tests that fail where they are broken, for docs/promises.md.
 
-A comment ``<!-- tests: gradients/test_x.py::test_y ... -->`` after a paragraph or a list item names them; below a table
-there is one for each row, in order. Paths begin in the folder tests. ``<!-- no promise -->`` stands where none is.
-``make format`` runs this.
+docs/promises.toml maps the beginning of each paragraph, list item and row of a table to its tests, heading by heading.
+``python docs/list_promises.py`` prints the list.
 """
+
+from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
 TESTS = DOCS.parent / "tests"
-SOURCE = DOCS / "distributed.md"
-PAGE = DOCS / "promises.md"
-HEAD = """# Promises and their tests
-
-Each promise of [Many processes](distributed.md), by its beginning, and the tests that fail where it is broken.
-"""
+MARK = "<!-- promises -->"
 _CODE = re.compile(r"^```.*?^```$|^\|[^\n]*\n\|---[^\n]*$", re.M | re.S)  # and heads of tables
-_PART = re.compile(r"^ *<!--.*?-->$|^#[^\n]*$|^\|[^\n]*$|^ *\S(?:[^\n]|\n(?!\n|- | *<!--|\|))*", re.M | re.S)
+_PART = re.compile(r"^#[^\n]*$|^\|[^\n]*$|^ *\S(?:[^\n]|\n(?!\n|- |\|))*", re.M)
+
+Tests = Mapping[str, Mapping[str, list[str]]]
+"""By heading and beginning of a statement: the tests, as ``folder/test_file.py::test_name``."""
 
 
-@dataclass
-class Statement:
-    """A paragraph, an item or a row of a table; its tests are None until a comment names them or denies them."""
+class Statement(NamedTuple):
+    """A paragraph, a list item or a row of a table, in one line."""
 
     heading: str
     text: str
-    tests: list[str] | None = None
 
 
-def statements(text: str) -> list[Statement]:
-    """Return the statements of a page, each with the tests that the comment after it names."""
-    found: list[Statement] = []
-    heading, waiting = "", list[Statement]()
-    for part in _PART.findall(_CODE.sub("", text)):
-        comment = re.match(r"\s*<!-- (?:tests:\s(?P<tests>.*)|no promise)\s-->$", part, re.S)
-        if comment:
-            if not waiting:
-                raise ValueError(f"no paragraph, item or row is left for the comment {part}")
-            waiting.pop(0).tests = (comment["tests"] or "").split()
-        elif part.startswith("#"):
-            heading, waiting = part.lstrip("# "), []
-        elif not part.strip().startswith("<!--"):
-            found.append(Statement(heading, part))
-            rows = bool(waiting) and part.startswith("|") and waiting[-1].text.startswith("|")
-            waiting = [*waiting, found[-1]] if rows else [found[-1]]
+def read() -> tuple[list[Statement], Tests]:
+    """Return the statements of docs/distributed.md, and the tests of docs/promises.toml."""
+    return statements((DOCS / "distributed.md").read_text()), tomllib.loads((DOCS / "promises.toml").read_text())
+
+
+def statements(page: str) -> list[Statement]:
+    """Return the statements below the headings of a page; what stands above the first ``##`` promises nothing."""
+    found, heading = [], ""
+    for part in _PART.findall(_CODE.sub("", page)):
+        if part.startswith("#"):
+            heading = part.lstrip("# ") if part.startswith("##") else ""
+        elif heading and part.startswith("|"):
+            found.append(Statement(heading, " | ".join(cell.strip() for cell in part.strip("| ").split("|"))))
+        elif heading:
+            found.append(Statement(heading, " ".join(part.split()).removeprefix("- ")))
     return found
 
 
-def promises() -> Iterator[tuple[str, str, list[str]]]:
-    """Yield for each promise the heading above it, its beginning, and its tests."""
-    for statement in statements(SOURCE.read_text()):
-        if statement.tests:
-            yield statement.heading, _beginning(statement.text), statement.tests
-
-
-def _beginning(text: str) -> str:
-    if text.startswith("|"):
-        return " - ".join(cell for each in text.strip("| ").split("|") if (cell := each.strip()))
-    whole = " ".join(text.split()).removeprefix("- ")
-    return re.split(r"(?<=.{40}\.)\s", whole)[0]
-
-
-def unmarked() -> list[str]:
-    """Return the paragraphs, items and rows that neither name tests nor say that there is no promise in them."""
-    _, _, text = SOURCE.read_text().partition("\n## ")
-    return [each.text for each in statements(text.partition("\n")[2]) if each.tests is None]
-
-
-def missing() -> list[str]:
-    """Return the tests that are named and do not exist."""
+def problems(page: list[Statement], tests: Tests) -> list[str]:
+    """Return what is wrong with the map: statements without an entry or with several, stale entries, missing tests."""
     found = []
-    for _, _, tests in promises():
-        for test in tests:
-            file, _, name = test.partition("::")
-            path = TESTS / file
-            if not path.exists():
-                found.append(test)
-                continue
-            names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-            if name and name not in names:
-                found.append(test)
+    for statement in page:
+        entries = _entries(statement, tests)
+        if len(entries) != 1:
+            found.append(f"{len(entries)} entries for: {statement.heading}: {statement.text}")
+    for heading, entries in tests.items():
+        for beginning, names in entries.items():
+            count = sum(each.heading == heading and each.text.startswith(beginning) for each in page)
+            if count != 1:
+                found.append(f"{count} statements begin with: {heading}: {beginning}")
+            found += [f"no such test: {name}" for name in names if not _exists(name)]
     return found
 
 
-def write() -> str:
-    """Return the page."""
-    lines, section = [HEAD], ""
-    for heading, text, tests in promises():
-        if heading != section:
-            section = heading
-            lines.append(f"## {heading}\n")
-        lines.append("- " + re.sub(r"\[(.*?)\]\(.*?\)", r"\1", text))
-        for test in tests:
-            file, _, name = test.partition("::")
-            lines.append(f"  - [`{name or file}`](../tests/{file})")
-    return "\n".join(lines) + "\n"
+def _entries(statement: Statement, tests: Tests) -> list[list[str]]:
+    below = tests.get(statement.heading, {})
+    return [names for beginning, names in below.items() if statement.text.startswith(beginning)]
+
+
+def _exists(test: str) -> bool:
+    file, _, name = test.partition("::")
+    if not (TESTS / file).is_file():
+        return False
+    functions = {node.name for node in ast.parse((TESTS / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+    return not name or name in functions
+
+
+def listed(page: list[Statement], tests: Tests) -> Iterator[str]:
+    """Yield the lines of the list, in Markdown: each promise by its first sentence, with links to its tests."""
+    section = ""
+    for statement in page:
+        for names in filter(None, _entries(statement, tests)):
+            if statement.heading != section:
+                section = statement.heading
+                yield f"\n## {section}\n"
+            sentence = re.split(r"(?<=.{40}\.)\s", statement.text)[0]
+            yield "- " + re.sub(r"\[(.*?)\]\(.*?\)", r"\1", sentence)
+            for test in names:
+                file, _, name = test.partition("::")
+                yield f"  - [`{name or file}`](../tests/{file})"
+
+
+def _put_in(app: Sphinx, page: str, source: list[str]) -> None:
+    if MARK in source[0]:
+        source[0] = source[0].replace(MARK, "\n".join(listed(*read())))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register with Sphinx, before the links to files of the repository are made absolute."""
+    app.connect("source-read", _put_in, priority=400)
+    return {"parallel_read_safe": True}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(write())
+    print("\n".join(listed(*read())))

@@ -32,8 +32,7 @@ def test_every_class_of_errors_is_in_the_index():
     assert set(listed) == classes == set(headings)
 
 
-GENERATED_OR_PLAIN = {"architecture.md", "files.md", "promises.md"}  # the first is long lines by hand, the others lists
-PROSE = [page for page in PAGES if page.name not in GENERATED_OR_PLAIN]
+PROSE = [page for page in PAGES if page.name != "architecture.md"]  # which is long lines by hand
 
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
@@ -90,23 +89,53 @@ def test_the_chart_shows_what_was_measured():
     assert chart.PICTURE.read_text() == chart.draw(), "run benchmarks/chart.py"
 
 
-def test_each_promise_has_tests_that_exist_and_the_table_is_up_to_date():
-    promises = load(DOCS / "list_promises.py")
-    assert promises.missing() == []
-    assert promises.unmarked() == []
-    assert all(tests for _, _, tests in promises.promises())
-    assert len({heading for heading, _, _ in promises.promises()}) >= 10
-    assert promises.PAGE.read_text() == promises.write(), "run python docs/list_promises.py, or make format"
+PROMISES = load(DOCS / "list_promises.py")
+FILES = load(DOCS / "list_files.py")
 
 
-def test_the_list_of_files_is_up_to_date():
-    files = load(DOCS / "list_files.py")
-    assert files.PAGE.read_text() == files.write(), "run python docs/list_files.py, or make format"
+def test_each_promise_has_tests_that_exist():
+    page, tests = PROMISES.read()
+    assert PROMISES.problems(page, tests) == []
+    assert len([each for each in page if each.heading == "What is promised"]) > 10
+    assert len(tests) > 20
+
+
+def test_what_is_wrong_with_a_map_of_promises_is_found():
+    page = PROMISES.statements("# Page\n\nNo promise.\n\n## A\n\nOne two.\n\n- Three\n  four.\n- Five.\n")
+    assert [each.text for each in page] == ["One two.", "Three four.", "Five."]
+    tests = {"A": {"One": ["docs/test_pages.py::test_there_are_commands"], "Three four": [], "Five": []}}
+    assert PROMISES.problems(page, tests) == []
+    tests["A"] |= {"One": ["docs/test_pages.py::test_none", "docs/test_none.py"], "Three": [], "Six": []}
+    assert PROMISES.problems(page, tests) == [
+        "2 entries for: A: Three four.",
+        "no such test: docs/test_pages.py::test_none",
+        "no such test: docs/test_none.py",
+        "0 statements begin with: A: Six",
+    ]
+    assert PROMISES.problems(page, {}) == [f"0 entries for: A: {each}" for each in ("One two.", "Three four.", "Five.")]
+
+
+def test_promises_are_listed_with_links_to_their_tests():
+    page = PROMISES.statements(
+        "## A\n\n| when | what |\n|---|---|\n| now | [this](that.md) |\n| later | none |\n\n```\ncode\n```\n"
+    )
+    tests = {"A": {"now": ["docs/test_pages.py::test_x", "docs/test_start.py"], "later": []}}
+    assert list(PROMISES.listed(page, tests)) == [
+        "\n## A\n",
+        "- now | this",
+        "  - [`test_x`](../tests/docs/test_pages.py)",
+        "  - [`docs/test_start.py`](../tests/docs/test_start.py)",
+    ]
+
+
+def test_every_file_is_listed_with_a_link():
+    links = re.findall(r"^- \[`\w+\.py`\]\(\.\./src/lockstep/(\S+)\): \S", "\n".join(FILES.listed()), re.M)
+    files = {file.relative_to(FILES.SOURCE).as_posix() for file in FILES.SOURCE.rglob("*.py")}
+    assert sorted(links) == sorted(file for file in files if not file.endswith("__init__.py"))
 
 
 def test_a_first_line_is_a_whole_sentence():
-    files = load(DOCS / "list_files.py")
-    lines = {str(file): files.first_line(file) for file in files.SOURCE.rglob("*.py")}
+    lines = {str(file): FILES.first_line(file) for file in FILES.SOURCE.rglob("*.py")}
     assert [file for file, line in lines.items() if not line.endswith(".")] == []
 
 
