@@ -8,7 +8,7 @@ sys.path[:0] = [str(DOCS), str(DOCS / "_ext")]
 
 project = "lockstep"
 author = "The lockstep developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 extensions += ["list_files", "list_promises", "pages", "links"]  # in docs and docs/_ext
 exclude_patterns = ["_ext", "_static", "pictures"]
 nitpicky = True  # every name that a page refers to is there
@@ -28,6 +28,12 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 # in docstrings of PyTorch's, in prose, and what Sphinx makes of an annotation
 nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses"), ("py:class", "dict[str")]
+
+# what a button copies: of a console the commands, without prompts and outputs; it is of no use on a change
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
+copybutton_copy_empty_lines = False
+copybutton_selector = "div:not(.highlight-diff, .highlight-udiff) > div.highlight pre"
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
