@@ -176,7 +176,7 @@ def replicas() -> str:
         p.arrow(131, 150, 178, top + 35)
         p.box(180, top, 90, 70, colour, f"{rows} rows")
         p.arrow(271, top + 35, 318, top + 35)
-        p.box(320, top, 350, 70, colour, f"replica {number}, on a thread of its own:\nforward, loss, backward")
+        p.box(320, top, 350, 70, colour, f"replica {number}:\nforward, loss, backward")
         p.arrow(671, top + 35, 818, 150 + (8 if number else -8))
         p.text(
             495,
@@ -184,7 +184,7 @@ def replicas() -> str:
             f"device {number}" + ("" if number else ": replica 0 is the network itself"),
             12,
         )
-    p.text(724, 155, "summed as they come", 12)
+    p.text(724, 155, "summed in their order", 12)
     return p.svg()
 
 
@@ -226,10 +226,11 @@ def rooms() -> str:
     """Return what imports what."""
     p = Picture(960, 560, "The rooms of the library, and the main imports, from the upper ones to those below")
     named = {
-        "cli": (20, 14, "cli/\nthe lockstep command", GREEN),
+        "cli": (140, 14, "cli/\nthe lockstep command", GREEN),
         "session": (400, 14, "session/\nsession(), watch()", GREEN),
         "checkpoints": (520, 100, "checkpoints/\nsave(), resume()", GREEN),
         "failures": (20, 130, "failures/\nchannel, progress, stacks", ORANGE),
+        "check": (170, 240, "check/\nN ranks beside one process", GREEN),
         "loop": (400, 186, "loop/\nbatches(), accumulate(), agree()", BLUE),
         "shares": (740, 210, "shares/\nthe same bits, GlobalBatches", BLUE),
         "sharding": (740, 110, "sharding/\nshard_optimizer()", BLUE),
@@ -239,20 +240,23 @@ def rooms() -> str:
         "shm": (140, 414, "shm/\nthrough shared memory", ORANGE),
         "comm": (400, 414, "distributed/comm/\ncollectives, agreement", BLUE),
     }
-    p.box(20, 500, 920, 40, GREY, "errors, phases, devices, buckets, tree, ...")
+    p.box(20, 500, 920, 40, GREY, "errors, phases, and _base/: buckets, devices, nested values, stores")
     for x, y, text, colour in named.values():
         p.box(x, y, 200, 46, colour, text)
     p.arrow(450, 61, 450, 185)  # session to loop
     for upper, lower in (("loop", "replication"), ("replication", "reduction"), ("reduction", "comm")):
         p.arrow(500, named[upper][1] + 47, 500, named[lower][1] - 1)
-    p.arrow(120, 61, 120, 129)  # cli to failures
+    p.arrow(180, 61, 120, 129)  # cli to failures
+    p.arrow(300, 61, 300, 239)  # cli to check
+    p.arrow(341, 44, 519, 115)  # cli to checkpoints
+    p.arrow(371, 270, 399, 280)  # check to replication
+    p.arrow(399, 437, 341, 437)  # comm to shm
     p.arrow(399, 45, 221, 145)  # session to failures
     p.arrow(560, 61, 600, 99)  # session to checkpoints
     p.arrow(640, 147, 590, 261)  # checkpoints to replication
     p.arrow(739, 146, 601, 266)  # sharding to replication
     p.arrow(739, 238, 601, 280)  # shares to replication
     p.arrow(739, 248, 601, 356)  # shares to reduction
-    p.arrow(840, 257, 840, 319)  # shares to local
     p.arrow(60, 177, 60, 499)  # what rests on the files beside the rooms alone
     p.arrow(240, 461, 240, 499)
     p.arrow(500, 461, 500, 499)
@@ -300,7 +304,7 @@ def balance() -> str:
         p.text(96, top + 36, "rank 0", 13, "start")
         p.text(96, top + 92, "rank 1", 13, "start")
     left = 150
-    p.text(left, 40, "rank 1 is half as fast: deal shares by speed", 15, "start", bold=True)
+    p.text(left, 40, "rank 1 is half as fast: deal by speed", 15, "start", bold=True)
     for top, ranks in ((90, ((4, unit), (4, 2 * unit))), (250, ((6, unit), (2, 2 * unit)))):
         ready = max(count * width for count, width in ranks)
         for row, (count, width) in enumerate(ranks):
@@ -311,7 +315,7 @@ def balance() -> str:
         p.box(left + ready, top + 8, wide, 102, GREEN)
         p.text(left + ready + 18, top + 64, "step", 12, "start")
     left = 560
-    p.text(left, 40, "rank 1 has longer sequences: deal samples by cost", 15, "start", bold=True)
+    p.text(left, 40, "rank 1 has longer samples: deal by cost", 15, "start", bold=True)
     batches = (
         (90, [[30, 24, 20, 16], [124, 60, 40, 34]]),
         (250, [[124, 16, 34], [60, 40, 30, 24, 20]]),
