@@ -25,20 +25,12 @@ GROUPS = [
     ),
     (
         "All-reduce, shm / Gloo: two ranks",
-        "shm-cpu-2-cores.txt",
+        "shm-cpu-2-cores-2026-11-20.txt",
         [
             ("4 KB", "4 KB: shm / gloo"),
             ("1 MB", "1 MB: shm / gloo"),
             ("64 MB", "64 MB: shm / gloo"),
             ("64 MB, where gradients lie", "64 MB: shm, in place / gloo"),
-        ],
-    ),
-    (
-        "Preparing two replicas in one process, lockstep / torch.nn.parallel.replicate",
-        "all-cpu-2-cores-2026-11-20.txt",
-        [
-            ("24-layer encoder", "training, encoder, 24 layers, 768 wide, 2 replicas, lockstep / rebuilt"),
-            ("30 residual blocks", "training, residual, 30 blocks, 2 replicas, lockstep / rebuilt"),
         ],
     ),
 ]

@@ -1,4 +1,4 @@
-"""Prints the table of benchmarks/results/several-hosts-4-cores.txt, measured with the default limits of a session.
+"""Prints the tables in benchmarks/results/several-hosts-*, measured with the default limits of a session.
 
 As root: ``.venv/bin/python tests/hosts/table.py``; a quarter of an hour.
 """
