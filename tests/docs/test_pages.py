@@ -144,7 +144,8 @@ def commands() -> list[str]:
     blocks = [
         block
         for page in PAGES
-        for block in re.findall(r"^```(?:console|sh)?\n(.*?)^```$", page.read_text(), re.M | re.S)
+        for kind, block in re.findall(r"^```(\S*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+        if kind in ("", "console", "sh")
     ]
     lines = [line.removeprefix("$ ").partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
     return sorted({line for line in lines if re.match(r"(make|lockstep|python|torchrun|\.venv/bin/python) ", line)})
