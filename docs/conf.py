@@ -1,10 +1,12 @@
 """How Sphinx builds the documentation: ``make docs``. Nothing is fetched, neither then nor by browsers."""
 
 import sys
+import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS / "_ext")]
+PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
 
 project = "lockstep"
 author = "The lockstep developers"
@@ -19,7 +21,7 @@ html_show_copyright = False  # LICENSE has it
 html_static_path = ["_static"]
 html_css_files = ["lockstep.css"]
 html_theme_options = {
-    "source_repository": "https://github.com/torch-lockstep/lockstep/",
+    "source_repository": PROJECT["urls"]["Repository"],
     "source_branch": "main",
     "source_directory": "docs/",
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,10 @@ from lockstep import errors, local
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
-REPOSITORY = "https://github.com/torch-lockstep/lockstep/blob/main/"
 SOURCE = Path(lockstep.__file__).parent
 PAGES = Path(__file__).parents[1]
+PROJECT = tomllib.loads((PAGES.parent / "pyproject.toml").read_text())["project"]
+REPOSITORY = f"{PROJECT['urls']['Repository']}/blob/main/"
 PUBLIC = [
     lockstep,
     lockstep.distributed,

@@ -111,13 +111,23 @@ def test_a_tag_is_released_if_the_metadata_and_the_changelog_have_its_version(ta
     assert done.returncode == status
 
 
-def test_one_address_everywhere():
-    repository, site = PROJECT["urls"]["Repository"], PROJECT["urls"]["Documentation"]
-    folders = [ROOT, ROOT / "docs", ROOT / ".github", ROOT / ".github" / "ISSUE_TEMPLATE"]
-    files = [f for folder in folders for f in folder.iterdir() if f.suffix in {".md", ".cff", ".yml", ".toml"}]
-    found = {(f.name, url) for f in files for url in re.findall(r"https://[\w.]*github\S*?lockstep/\w+", f.read_text())}
-    files_of_it = repository.replace("//github.com/", "//raw.githubusercontent.com/")  # for pictures on PyPI
-    assert not [each for each in found if not each[1].startswith((repository, site, files_of_it))]
+def test_the_address_of_the_repository_is_in_few_places():
+    """It is in pyproject.toml, from which the pages have it, and in files whose form wants it."""
+    site = PROJECT["urls"]["Documentation"].removeprefix("https://")
+    repository = PROJECT["urls"]["Repository"].removeprefix("https://")
+    files = [*ROOT.glob("*.*"), *(ROOT / "docs").rglob("*.*"), *(ROOT / ".github").rglob("*.*")]
+    texts = {f.name: f.read_text() for f in files if f.suffix in {".md", ".cff", ".yml", ".toml", ".py"}}
+    found = {name for name, text in texts.items() if re.search(f"{site}|{repository}", text)}
+    assert found == {"pyproject.toml", "CITATION.cff", "config.yml"}
+
+
+def test_the_links_of_the_readme_are_absolute_on_pypi(metadata):
+    links = re.findall(r"^\[[^\]]+\]: (\S+)$", metadata.get_payload(), re.MULTILINE)
+    repository = PROJECT["urls"]["Repository"]
+    assert len(links) > 20
+    assert {link.removeprefix(repository).split("/")[1] for link in links} == {"blob", "raw"}
+    assert f"{repository}/raw/main/docs/drift.svg" in links
+    assert metadata["Description-Content-Type"] == "text/markdown"
 
 
 def test_what_is_claimed_is_what_the_workflow_tests():
