@@ -15,7 +15,7 @@ from lockstep.cli import main
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 
 def load(file: Path):
@@ -32,10 +32,7 @@ def test_every_class_of_errors_is_in_the_index():
     assert set(listed) == classes == set(headings)
 
 
-PROSE = [page for page in PAGES if page.name != "architecture.md"]  # which is long lines by hand
-
-
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_is_easy_to_read_in_an_editor_and_for_a_stranger(page):
     text = page.read_text()
     lines = [line for line in text.splitlines() if len(line) > 120 and " " in line.strip() and line[0] != "|"]
@@ -46,7 +43,7 @@ def test_a_page_is_easy_to_read_in_an_editor_and_for_a_stranger(page):
 
 def test_what_is_installed_comes_from_where_it_is():
     """Until the package is on PyPI, pip installs a clone."""
-    assert [page.name for page in PROSE if re.search(r"pip install [\"']?torch-lockstep", page.read_text())] == []
+    assert [page.name for page in PAGES if re.search(r"pip install [\"']?torch-lockstep", page.read_text())] == []
     assert "pip install ." in (DOCS / "start.md").read_text()
 
 
