@@ -21,7 +21,7 @@ from ddp_models import PLAIN, WAYS, Task, encoder, report, steps_of_all_ways, ta
 from harness import arguments
 from rank_processes import Turn, launch, slowest, take_turns
 
-BF16 = "encoder, bf16"
+BF16, LARGE = "encoder, bf16", "0.8 G, bf16"
 
 
 def gpu_tasks(quick: bool) -> dict[str, Task]:
@@ -29,7 +29,10 @@ def gpu_tasks(quick: bool) -> dict[str, Task]:
         return {name: task for name, task in tasks(quick).items() if name != "wide"} | {
             BF16: Task(lambda: encoder(1, 16), (2, 4, 16), dtype=torch.bfloat16)
         }
-    return tasks(quick) | {BF16: Task(lambda: encoder(12, 1024), (16, 512, 1024), dtype=torch.bfloat16)}
+    return tasks(quick) | {
+        BF16: Task(lambda: encoder(12, 1024), (16, 512, 1024), dtype=torch.bfloat16),
+        LARGE: Task(lambda: encoder(16, 2048), (2, 512, 2048), dtype=torch.bfloat16),
+    }
 
 
 def measure(
