@@ -27,10 +27,7 @@ def progress():
 def read(pid=0):
     """Return what the pages of a process say, by default of this one, as others would read them; other tests' are left
     out."""
-    snapshots = []
-    for page in pages_of(pid or os.getpid()):
-        with page:
-            snapshots.append(page.read())
+    snapshots = [page.read() for page in pages_of(pid or os.getpid())]
     return [seen for seen in snapshots if seen.run == "digits"]
 
 
@@ -80,10 +77,17 @@ def test_several_ranks_of_one_process_have_a_page_each(progress):
     page = page_of(os.getpid(), "digits", 0)
     other.close()
     assert [seen.rank for seen in read()] == [1]
-    with page:
-        assert page.read().step == 4  # who has opened it keeps it
+    assert page.read().step == 4  # who has mapped it keeps it
     assert page_of(os.getpid(), "digits", 2) is None
     assert page_of(os.getpid(), "letters", 1) is None
+
+
+def test_a_mapped_page_takes_no_descriptor(progress):
+    before = os.listdir("/proc/self/fd")
+    (page,) = pages_of(os.getpid())
+    assert os.listdir("/proc/self/fd") == before
+    progress.step = 5
+    assert page.read().step == 5
 
 
 def test_after_the_end_nothing_is_left_and_writing_is_still_allowed():
@@ -105,8 +109,8 @@ def test_a_process_without_a_page_and_one_that_is_not_there():
 
 def test_a_page_of_another_version_is_refused(progress):
     progress._words[1] = 99
-    fd = os.open(proc.shared_memories(os.getpid(), NAME)[0][1], os.O_RDONLY)
-    with Page(fd) as page, pytest.raises(InspectionError, match="format 99"):
+    page = Page(proc.shared_memories(os.getpid(), NAME)[0][1])
+    with pytest.raises(InspectionError, match="format 99"):
         page.read()
 
 

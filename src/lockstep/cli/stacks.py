@@ -150,8 +150,7 @@ def _processes(ranks: list[RunningRank]) -> str:
 
 def _ranks(pid: int) -> Iterator[RunningRank]:
     for page in pages_of(pid):
-        with page:
-            yield RunningRank(pid, page.read())
+        yield RunningRank(pid, page.read())
 
 
 def _need_linux() -> None:

@@ -290,8 +290,7 @@ class FailureChannel:
         """End the thread and close the connections; without :meth:`announce_end` before, others take it for a death."""
         if self._process != os.getpid():
             return
-        if self._messenger.close():
-            self._close_pages()
+        self._messenger.close()
         self._log.close()
 
     def _all_are_gone(self) -> bool:
@@ -425,11 +424,6 @@ class FailureChannel:
     def close_connections(self) -> None:
         """Close all connections, as a forked process does with its copies of its parent's."""
         self._messenger.close_connections()
-        self._close_pages()
-
-    def _close_pages(self) -> None:
-        for page in self.pages.values():
-            page.close()
 
 
 _channels: "weakref.WeakSet[FailureChannel]" = weakref.WeakSet()

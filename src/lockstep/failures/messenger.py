@@ -81,7 +81,7 @@ class Messenger:
                 self._changed.wait(left)
 
     def close(self) -> bool:
-        """Send queued messages, close the connections, and end the thread; return True if it has ended."""
+        """Send queued messages, close the connections, and end the thread; return True if it has ended in time."""
         self._closing = True
         self._wake_up()
         if threading.current_thread() is not self._thread:

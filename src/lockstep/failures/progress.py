@@ -6,6 +6,7 @@ opened the page before can read it after this one was killed.
 """
 
 import contextlib
+import ctypes
 import functools
 import mmap
 import os
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from traceback import walk_tb
 from types import TracebackType
+
+from torch import UntypedStorage
 
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
@@ -221,26 +224,21 @@ class Progress:
 
 
 class Page:
-    """The open page of another process: it can be read as long as this object exists, even after that process ends."""
+    """The mapped page of another process: it can be read as long as this object exists, even after that process ends.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    It keeps no descriptor, of which a rank would have one for each other rank on its host: PyTorch maps it, since a
+    ``mmap`` of Python before 3.13 keeps one.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Map the page at a path."""
+        if os.stat(path).st_size < _PAGE:  # PyTorch would make it longer
+            raise InspectionError("this page of a process's progress is not written yet")
+        self._memory = UntypedStorage.from_file(path, True, _PAGE)
 
     def read(self) -> Snapshot:
         """Return the present content of the page."""
-        return _read(os.pread(self._fd, _END, 0))
-
-    def close(self) -> None:
-        """Release the page."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> "Page":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return _read(ctypes.string_at(self._memory.data_ptr(), _END))
 
 
 def pages_of(pid: int) -> list[Page]:
@@ -253,39 +251,20 @@ def pages_of(pid: int) -> list[Page]:
         raise InspectionError(f"process {pid} belongs to another user, and may not be looked into; ask as that user")
     pages: dict[int, Page] = {}  # by inode: a process may have opened its own page a second time, to read it
     for _, path in proc.shared_memories(pid, NAME):
-        with contextlib.suppress(OSError):  # closed since
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            page, inode = Page(fd), os.fstat(fd).st_ino
-            if inode not in pages and _is_own(page, numbers[-1]):
+        with contextlib.suppress(OSError, RuntimeError, InspectionError):  # closed since, not complete, or of no use
+            inode, page = os.stat(path).st_ino, Page(path)
+            if page.read().pid == numbers[-1]:  # and not of another process, whose page it reads
                 pages[inode] = page
-            else:
-                page.close()
     return sorted(pages.values(), key=lambda page: page.read().rank)
 
 
 def page_of(pid: int, run: str, rank: int) -> Page | None:
     """Return the page of one rank of a run, if the process has it."""
-    found = None
-    for page in pages_of(pid):
-        snapshot = page.read()
-        if found is None and (snapshot.run, snapshot.rank) == (run, rank):
-            found = page
-        else:
-            page.close()
-    return found
-
-
-def _is_own(page: Page, pid: int) -> bool:
-    """Return True if a page is complete and belongs to the process, not to another one whose page it reads."""
-    try:
-        return page.read().pid == pid
-    except InspectionError:
-        return False
+    of_rank = ((page, page.read()) for page in pages_of(pid))
+    return next((page for page, seen in of_rank if (seen.run, seen.rank) == (run, rank)), None)
 
 
 def _read(page: bytes) -> Snapshot:
-    if len(page) < _END:
-        raise InspectionError("this page of a process's progress is not written yet")
     magic, version, pid, thread, rank, world, step, *times, in_batches = _NUMBERS.unpack_from(page)
     started, changed, waits_since = times
     if (magic, version) != (_MAGIC, _VERSION):
