@@ -96,6 +96,15 @@ class Pending:
             raise self._owner.failure(self.call.what, error) from error
         _exit_delay.waited()
 
+    def linger(self, seconds: float) -> None:
+        """Wait for some seconds at most, whether the other ranks come or not; for tensors on the CPU.
+
+        Another thread sends what this rank has begun. If the process is about to end, that thread needs a moment.
+        """
+        for work in self.works:
+            with contextlib.suppress(RuntimeError):  # it was not over, and goes on
+                work.wait(timedelta(seconds=seconds))
+
     def done(self) -> bool:
         """Return True if :meth:`wait` would return immediately."""
         return all(work.is_completed() for work in self.works)

@@ -98,6 +98,9 @@ class ReportTransport:
         self._buffers.read(place[self._packed])
 
 
+_LINGER_SECONDS = 0.1
+
+
 class GatheredStatuses:
     """An all-gather of statuses under way."""
 
@@ -107,6 +110,11 @@ class GatheredStatuses:
         device = collectives.device
         self._all = torch.zeros(STATUS_BYTES * collectives.world, dtype=torch.uint8, device=device)
         self._pending = collectives.all_gather_flat(self._all, own.to(device), what)
+
+    def linger(self) -> None:
+        """Wait a moment, whether the other ranks come or not, so that what this rank has begun to send leaves it."""
+        if self._all.is_cpu:
+            self._pending.linger(_LINGER_SECONDS)
 
     def wait(self) -> list[Status]:
         """Return the status of each rank."""

@@ -415,6 +415,8 @@ class Round:
             self._aborted_row = common.transport.own_row
             self._send_own(self._aborted_row, "aborted report")
         self._aborted_statuses = self._gather_statuses()  # as the report tells all ranks
+        if status.part is Part.FAILED:  # the error may end the process
+            self._aborted_statuses.linger()
 
     def finish_aborted(self) -> None:
         """Return when all messages of a round that this rank has aborted have arrived, and its loop has read the
