@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -181,6 +182,17 @@ def devices(kind: str) -> Callable[[int], list[torch.device]]:
 def first(devices: Callable[[int], list[torch.device]]) -> torch.device:
     """The first device of the kind."""
     return devices(1)[0]
+
+
+# ---------------------------------------------------------------------------------------- sizes
+
+
+@pytest.fixture
+def alone_from_64_kib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of 64 KiB and more travel alone, instead of those of 4 MiB: what ranks do is the same, and is quick."""
+    from lockstep.distributed.reduction.buckets import plan
+
+    monkeypatch.setattr(plan, "plan_reduction", functools.partial(plan.plan_reduction, single_bytes=64 * 1024))
 
 
 # ---------------------------------------------------------------------------------------- threads

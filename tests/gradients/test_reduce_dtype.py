@@ -12,6 +12,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.distributed.comm import half_precision
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.half_precision import begin_mean, gather_all
 from lockstep.errors import AgreementError, OptionError, PeerError
@@ -38,12 +39,19 @@ def mean_of(tensors, half):
     return (total / len(tensors)).to(half).to(tensors[0].dtype)
 
 
+@pytest.fixture
+def small_pieces(monkeypatch, alone_from_64_kib):
+    """What is cut into pieces and blocks is cut into smaller ones, and can be smaller itself."""
+    monkeypatch.setattr(half_precision, "_PIECE", 6000)
+    monkeypatch.setattr(half_precision, "_BLOCK", 1000)
+
+
 class Net(nn.Module):
     """Layers of which one is used on demand, a large one, a buffer, and a backward that fails on demand."""
 
-    def __init__(self):
+    def __init__(self, large=4000):
         super().__init__()
-        self.first, self.large = nn.Linear(3, 5), nn.Linear(5, 300_000)
+        self.first, self.large = nn.Linear(3, 5), nn.Linear(5, large)
         self.norm, self.extra = nn.BatchNorm1d(5), nn.Linear(3, 5)
 
     def forward(self, x, extra=False, fails=False):
@@ -108,12 +116,20 @@ def trains(rank, half, make, cap):
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(("make", "cap"), [(Net, None), (Small, None), (Small, 0.00005)])
 @pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_gradients_are_rounded_once_and_equal_on_all_ranks(world, half, make, cap, groups):
     first, *others = run(world, trains, half, make, cap, groups=groups)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize(("world", "groups"), [(2, "a"), pytest.param(3, "two hosts", marks=pytest.mark.around)])
+def test_large_gradients_in_pieces_of_the_usual_size(world, groups):
+    first, *others = run(world, trains, torch.bfloat16, functools.partial(Net, 300_000), None, groups=groups)
     for other in others:
         assert all(map(torch.equal, first, other))
 
@@ -317,6 +333,7 @@ def fails(rank, half, make, cap, failing):
     return seen
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(("make", "cap"), [(Net, None), (Small, None), (Small, 0.00005)])
 @pytest.mark.parametrize("world", [2, 3])
@@ -473,7 +490,7 @@ def test_ranks_with_different_options(kinds, init_sync):
 
 @pytest.mark.parametrize("control", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.usefixtures("sim")
+@pytest.mark.usefixtures("sim", "small_pieces")
 def test_on_accelerators(world, control):
     on_accelerators = functools.partial(run_ranks, device="sim", control=control, group_timeout=5)
     for make, cap in ((Net, None), (Small, 0.00005)):

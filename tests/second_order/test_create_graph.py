@@ -63,7 +63,7 @@ KINDS = {
     "one bucket": (lambda: Layers(5), {}, None),
     "several buckets": (lambda: Layers(5), {"bucket_cap_mb": 1e-5}, None),
     "a bucket of parts": (lambda: Layers(192), {}, None),
-    "large gradients": (lambda: Layers(1024, 2), {}, None),
+    "large gradients": (lambda: Layers(130, 2), {}, None),
     "sparse gradients": (lambda: Rows(5), {}, None),
     "communication hooks": (lambda: Layers(5), {"bucket_cap_mb": 1e-4}, halve),
     "passes inside of the pass": (lambda: Checkpointed(192), {}, None),
@@ -87,6 +87,7 @@ def in_a_row(rank, make, options, hook, create_graph):
     return found
 
 
+@pytest.mark.usefixtures("alone_from_64_kib")
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize(("make", "options", "hook"), KINDS.values(), ids=KINDS)
 def test_gradients_are_those_of_a_pass_without_and_have_no_graph(make, options, hook, hosts):
