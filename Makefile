@@ -14,8 +14,10 @@ DOCS := .venv/.docs-installed
 export PYTHONDONTWRITEBYTECODE :=
 
 # Four workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
-PYTEST := -m pytest -m "not soak and not hosts and not launchers" -n 4
+HERE := not soak and not hosts and not launchers
+PYTEST := -m pytest -n 4 -m
 # Tests of what is around the library: its pages, examples, command, package and benchmarks, and the tests' own tools.
+# Tests that are slow by nature, and what tests say of PyTorch's own class, are marked `around` and run with them.
 AROUND := tests/api tests/benchmarks tests/check tests/cli tests/clients tests/docs tests/examples tests/package tests/tools \
 	tests/gradients/test_compile.py tests/gradients/test_tensor_parallel.py tests/session/test_restarts.py
 
@@ -26,10 +28,11 @@ train: $(READY)  ## the main job: a network on real handwritten digits; a proces
 		examples/digits.py $(ARGS)
 
 test: $(READY)  ## what the library does: six to seven minutes on two cores
-	$(BIN)/python $(PYTEST) $(AROUND:%=--ignore=%) $(ARGS)
+	$(BIN)/python $(PYTEST) "$(HERE) and not around" $(AROUND:%=--ignore=%) $(ARGS)
 
-test-around: $(READY)  ## pages, examples, command, package, benchmarks, tests' own tools; compiled modules, restarts
-	$(BIN)/python $(PYTEST) $(AROUND) $(ARGS)
+test-around: $(READY)  ## pages, examples, command, package, benchmarks, tests' own tools; what is slow
+	$(BIN)/python $(PYTEST) "$(HERE)" $(AROUND) $(ARGS)
+	$(BIN)/python $(PYTEST) "around and $(HERE)" $(AROUND:%=--ignore=%) $(ARGS)
 
 test-all: test test-around  ## both
 
@@ -38,7 +41,7 @@ test-all: test test-around  ## both
 test-matrix: $(TORCHES:%=test-torch-%)  ## the oldest and the newest PyTorch: 15 to 30 minutes each on two cores
 
 test-torch-%: .venv-torch-%/.installed
-	.venv-torch-$*/bin/python $(PYTEST) $(MATRIX) $(ARGS)
+	.venv-torch-$*/bin/python $(PYTEST) "$(HERE)" $(MATRIX) $(ARGS)
 
 test-clients: $(CLIENTS)/.installed  ## programs that people run, and PyTorch's suite, in an environment of their own: 9 minutes
 	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients tests/docs $(ARGS)

@@ -14,12 +14,15 @@ from torch import nn
 import lockstep
 from small_modules import one_weight
 
-both = pytest.mark.parametrize("implementation", ["torch", "lockstep"])
+_of_torch = pytest.mark.around  # what PyTorch's own does changes with PyTorch, and not with lockstep
+both = pytest.mark.parametrize("implementation", [pytest.param("torch", marks=_of_torch), "lockstep"])
 since_2_13 = pytest.mark.skipif(
     "forward_sync_buffers" not in inspect.signature(nn.parallel.DistributedDataParallel).parameters,
     reason="before 2.13, PyTorch's own lacks some options, and overwrites buffers at each forward",
 )
-both_since_2_13 = pytest.mark.parametrize("implementation", [pytest.param("torch", marks=since_2_13), "lockstep"])
+both_since_2_13 = pytest.mark.parametrize(
+    "implementation", [pytest.param("torch", marks=[since_2_13, _of_torch]), "lockstep"]
+)
 
 
 def ddp_class(implementation: str) -> Any:

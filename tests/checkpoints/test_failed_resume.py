@@ -59,7 +59,7 @@ def fails_and_goes_on(rank, kind, folder, first):
     return True
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.around), 2])
 @pytest.mark.parametrize(("kind", "backend"), list(zip(KINDS, ["gloo", "shm", "shm"], strict=True)))
 def test_a_run_goes_on_as_if_nobody_had_tried(kind, first, backend, tmp_path):
     assert run_processes(2, fails_and_goes_on, KINDS[kind], tmp_path, first, backend=backend) == [True, True]

@@ -269,7 +269,7 @@ def disks_at_random(rank, folder, seed):
 
 
 @pytest.mark.filterwarnings(LOST, "ignore:.*skipped save-")
-@pytest.mark.parametrize("world", [2, 4])
-def test_disks_at_random(world, tmp_path):
-    for seed in range(8):
+@pytest.mark.parametrize(("world", "seeds"), [(2, 8), (4, 2), pytest.param(4, 16, marks=pytest.mark.around)])
+def test_disks_at_random(world, seeds, tmp_path):
+    for seed in range(seeds):
         assert run_ranks(world, disks_at_random, tmp_path / str(seed), seed) == [True] * world

@@ -76,7 +76,12 @@ THE_OTHERS = [(kind, "shm" if backend == "gloo" else "gloo") for kind, backend i
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [*EACH_ONCE, *(pytest.param(*each, marks=pytest.mark.soak) for each in THE_OTHERS)]
+    ("kind", "backend"),
+    [
+        *EACH_ONCE[:2],
+        *(pytest.param(*each, marks=pytest.mark.around) for each in EACH_ONCE[2:]),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in THE_OTHERS),
+    ],
 )
 def test_a_resumed_run_has_the_same_bits(kind, backend, tmp_path):
     one, other = run_processes(2, stop_and_go_on, KINDS[kind], tmp_path / "run", backend=backend)

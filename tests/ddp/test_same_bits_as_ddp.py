@@ -167,7 +167,8 @@ def compare(rank, bucket_cap_mb):
 
 
 @pytest.mark.parametrize(
-    ("world", "bucket_cap_mb"), [pytest.param(1, None, marks=pytest.mark.soak), (2, None), (2, 0.001)]
+    ("world", "bucket_cap_mb"),
+    [pytest.param(1, None, marks=pytest.mark.soak), pytest.param(2, None, marks=pytest.mark.around), (2, 0.001)],
 )
 def test_every_bit_is_the_same_over_two_ranks(world, bucket_cap_mb):
     run_processes(world, compare, bucket_cap_mb)

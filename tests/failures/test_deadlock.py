@@ -95,10 +95,11 @@ def test_stuck_are(reports, expected):
     assert sent == reports
 
 
-def test_random_programs_give_no_alarm_while_a_rank_can_go_on_and_all_alarms_when_none_can():
+@pytest.mark.parametrize("number", [1_000, pytest.param(20_000, marks=pytest.mark.around)])
+def test_random_programs_give_no_alarm_while_a_rank_can_go_on_and_all_alarms_when_none_can(number):
     rng = random.Random(0)
     ended = never = 0
-    while min(ended, never) < 10_000:
+    while min(ended, never) < number:
         ranks = some_program(rng)
         for_ever = run_to_the_end(ranks.copy(), rng)
         while ranks.step(rng):

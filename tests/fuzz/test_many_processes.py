@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in HARMLESS]
 SOAK = int(os.environ.get("LOCKSTEP_FUZZ_PROGRAMS", "2000"))
 
 
-@pytest.mark.parametrize("seed", [0, 8, pytest.param(16, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.around) for seed in (8, 16))])
 def test_short_programs_are_right_or_refused_by_name(seed):
     for each in range(seed, seed + 8):
         failure = find_failure(each, length=5)

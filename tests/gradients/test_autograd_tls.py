@@ -1,6 +1,5 @@
 """Objects that PyTorch hands on to the engine's threads are held for as long as they are there, and no longer."""
 
-import subprocess
 import sys
 import threading
 import weakref
@@ -8,6 +7,7 @@ import weakref
 import pytest
 
 from lockstep.distributed.reduction.autograd.engine import get_from_tls, put_in_tls, remove_from_tls
+from processes import output_of
 
 
 class Value:
@@ -83,6 +83,4 @@ assert current_pass() is None
 print(sum(isinstance(each, BackwardPass) for each in gc.get_objects()), "passes left")
 dist.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 passes left\n"
+    assert output_of(program) == "0 passes left\n"

@@ -253,7 +253,7 @@ def run(rank, seed, modules, length, cap):
 WORLDS, MODULES, CAPS = (2, 3), (1, 2), (None, 1e-4)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**6),
     world=st.sampled_from(WORLDS),

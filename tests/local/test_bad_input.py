@@ -587,6 +587,7 @@ def interrupt(run, answer):
     return lines
 
 
+@pytest.mark.around
 def test_ctrl_c_ends_a_forward_at_once(python):
     """Replicas on one device run in the main thread; the second one does not begin."""
     run = python(CTRL_C)
@@ -596,10 +597,10 @@ def test_ctrl_c_ends_a_forward_at_once(python):
     assert run.wait(60) == 0
 
 
-WHERE = pytest.mark.parametrize("where", [["meet"], ["meet", "again"]], ids=["in forward", "at a meeting"])
+IN_FORWARD, AT_A_MEETING = ["meet"], ["meet", "again"]
 
 
-@WHERE
+@pytest.mark.parametrize("where", [IN_FORWARD, pytest.param(AT_A_MEETING, marks=pytest.mark.around)])
 def test_ctrl_c_waits_for_the_workers(python, where):
     """The first replica, which runs in the main thread, ends at once."""
     run = python(CTRL_C, *where)
@@ -613,7 +614,7 @@ def test_ctrl_c_waits_for_the_workers(python, where):
     assert run.returncode == 0
 
 
-@WHERE
+@pytest.mark.parametrize("where", [AT_A_MEETING, pytest.param(IN_FORWARD, marks=pytest.mark.around)])
 def test_ctrl_c_twice_does_not_wait(python, where):
     """The worker is stuck, and stays so; the caller goes on with others."""
     run = python(CTRL_C, *where, "twice")
@@ -624,6 +625,7 @@ def test_ctrl_c_twice_does_not_wait(python, where):
     assert run.wait(60) == 0
 
 
+@pytest.mark.around
 def test_ctrl_c_in_a_training_loop_ends_the_process(python):
     program = CTRL_C.replace(
         "try:\n    parallel(x)\nexcept KeyboardInterrupt:\n", "while True:\n    parallel(x)\nif True:\n"

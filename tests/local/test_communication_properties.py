@@ -28,7 +28,7 @@ DTYPES = [
 ]
 
 examples = settings(
-    max_examples=60,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     database=None,

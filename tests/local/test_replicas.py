@@ -1556,7 +1556,7 @@ def compiled():
 
 
 @compiling
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.around)])
 @pytest.mark.parametrize("where", ["the network", "its blocks", "in place", "blocks in place"])
 def test_compiled_modules_use_the_parameters_of_their_replica(backend, where):
     plain = mlp()
@@ -1588,7 +1588,7 @@ def test_compiled_modules_use_the_parameters_of_their_replica(backend, where):
 @pytest.mark.skipif(
     "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="no such option in this PyTorch"
 )
-@pytest.mark.parametrize("where", ["the network", "in place"])
+@pytest.mark.parametrize("where", ["the network", pytest.param("in place", marks=pytest.mark.around)])
 def test_many_compiled_replicas_stay_below_the_recompile_limit(where):
     """Each counts its own compilations: of eight, for different sizes in two modes, none runs uncompiled."""
 

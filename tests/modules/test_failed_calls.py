@@ -174,7 +174,7 @@ WAYS = {
     ("failing", "hosts"),
     [
         pytest.param([1], "", id="one rank, gloo"),
-        pytest.param([0, 1], "aa", id="all ranks, shm"),
+        pytest.param([0, 1], "aa", id="all ranks, shm", marks=pytest.mark.around),
         pytest.param([1], "aa", id="one rank, shm", marks=pytest.mark.soak),
         pytest.param([0, 1], "", id="all ranks, gloo", marks=pytest.mark.soak),
     ],

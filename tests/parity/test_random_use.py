@@ -27,7 +27,7 @@ def agree(seed: int, count: int, devices: list[torch.device], scripted: torch.nn
         raise error
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.around) for seed in (2, 3))])
 def test_random_programs(devices, scripted, seed):
     agree(seed, 25, devices(2 + seed % 2), scripted)
 

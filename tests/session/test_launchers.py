@@ -338,6 +338,7 @@ wait
 """
 
 
+@pytest.mark.around
 def test_jobs_beside_each_other_do_not_meet(tmp_path):
     """Each has a shell as its launcher, which the variables do not name, and in it one for each rank."""
     jobs = [

@@ -87,6 +87,7 @@ for x in run.batches([torch.ones(1, 2)] * 4):
 """
 
 
+@pytest.mark.around
 @pytest.mark.parametrize(
     ("what", "status", "told"),
     [

@@ -202,7 +202,12 @@ def dcp_load(rank, folder, name, sharded):
 
 @pytest.mark.parametrize(
     ("name", "saved", "loaded", "sharded"),
-    [("AdamW", 2, 3, True), ("AdamW", 3, 1, False), ("Muon", 1, 2, True), ("Adafactor", 3, 2, True)],
+    [
+        ("AdamW", 2, 3, True),
+        ("AdamW", 3, 1, False),
+        ("Muon", 1, 2, True),
+        pytest.param("Adafactor", 3, 2, True, marks=pytest.mark.around),
+    ],
 )
 def test_distributed_checkpoints_are_saved_and_loaded_on_any_number_of_ranks(name, saved, loaded, sharded, tmp_path):
     expected = run_processes(saved, dcp_save, tmp_path, name)[0]

@@ -155,7 +155,9 @@ def every_collective(rank, numel, dtype, op, where, root, drawn=drawn):
         part.check(given[(own + to) % world])
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.around), 3]
+)
 def test_every_size_goes_every_way(world):
     shared = once(drawn)
 

@@ -23,7 +23,7 @@ def plan(number, hosts, points, seed):
     chosen = [points[i % len(points)] for i in range(number)]
     rng.shuffle(chosen)
     return [
-        Kill(i, rng.randrange(len(hosts)), point, rng.randrange(1 if points is POINTS else 10, 40), hosts)
+        Kill(i, rng.randrange(len(hosts)), point, rng.randrange(10 if points is ON_TWO_HOSTS else 1, 40), hosts)
         for i, point in enumerate(chosen)
     ]
 
@@ -53,10 +53,12 @@ def shared_memory():
 
 
 @pytest.mark.alone
-def test_the_others_say_which_rank_was_killed_and_nothing_stays():
-    check(plan(len(POINTS), "aaa", POINTS, 0))
+@pytest.mark.parametrize("points", [POINTS[::9], pytest.param(POINTS, marks=pytest.mark.around)], ids=["few", "all"])
+def test_the_others_say_which_rank_was_killed_and_nothing_stays(points):
+    check(plan(len(points), "aaa", points, 0))
 
 
+@pytest.mark.around
 @pytest.mark.alone
 def test_the_others_say_which_rank_was_killed_on_another_host():
     check(plan(4, "abab", ON_TWO_HOSTS, 2))
