@@ -488,8 +488,14 @@ def test_ranks_with_different_options(kinds, init_sync):
 # ---------------------------------------------------------------------------------------- accelerators
 
 
-@pytest.mark.parametrize("control", [True, False])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "control"),
+    [
+        (2, True),
+        (3, False),
+        *(pytest.param(*each, marks=pytest.mark.around) for each in [(1, True), (2, False), (3, True)]),
+    ],
+)
 @pytest.mark.usefixtures("sim", "small_pieces")
 def test_on_accelerators(world, control):
     on_accelerators = functools.partial(run_ranks, device="sim", control=control, group_timeout=5)

@@ -179,7 +179,14 @@ WAYS = {
         pytest.param([0, 1], "", id="all ranks, gloo", marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "wrapper",
+        "shares",
+        *(pytest.param(way, marks=pytest.mark.around) for way in ("beside another", "mixed precision")),
+    ],
+)
 def test_an_exception_at_any_place(way, failing, hosts):
     make, net = WAYS[way]
 

@@ -32,7 +32,7 @@ def test_random_programs(devices, scripted, seed):
     agree(seed, 25, devices(2 + seed % 2), scripted)
 
 
-@pytest.mark.parametrize("seed", range(4, 6))
+@pytest.mark.parametrize("seed", [4, pytest.param(5, marks=pytest.mark.around)])
 def test_random_programs_where_nothing_guards_the_layout_of_tensors(devices, scripted, seed, monkeypatch):
     monkeypatch.setattr(tensor_state, "_TensorGuards", None)
     agree(seed, 25, devices(2), scripted)

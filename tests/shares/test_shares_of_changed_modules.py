@@ -179,8 +179,13 @@ ALONE = [
 CELLS = [
     *(pytest.param(change, reduction.CAP_BYTES, id=f"{change.__name__}-one bucket") for change in ALIKE),
     *(
-        pytest.param(change, 1, id=f"{change.__name__}-many buckets")
-        for change in (append_a_layer, freeze_a_layer, exchange_weights, make_it_double)
+        pytest.param(change, 1, id=f"{change.__name__}-many buckets", marks=[] if is_quick else pytest.mark.around)
+        for change, is_quick in (
+            (append_a_layer, True),
+            (freeze_a_layer, False),
+            (exchange_weights, False),
+            (make_it_double, True),
+        )
     ),
 ]
 
