@@ -28,6 +28,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # PyTorch's flight recorder is shared by all groups of a process, and 2.11 does not lock what it notes of them: ranks
 # that are threads crash now and then as they begin a collective, in FlightRecorder::recordWithResetEnabled.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+# PyTorch asks the resolver for the name of 127.0.0.1 at each connection to a store. One lost answer of a name server
+# would stop all tests that begin just then for five seconds, which is longer than some wait for a store.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 import torch
 
