@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from lockstep._base.optimizer_steps import has_any
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
-from lockstep.distributed.reduction.module.buffers import KeptBuffers
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.module.parameters import ParameterSet
 from lockstep.distributed.reduction.padding import PaddingBatch
@@ -285,17 +284,13 @@ class RankState:
         if self.padding_batch is not None:
             return
         self.look_for_changes()
-        self.padding_batch = PaddingBatch(self._members.here, self.keep_buffers())
+        self.padding_batch = PaddingBatch(self._members.here, self._buffers.keep())
 
     def end_padding_batch(self) -> None:
         """End the batch: the loop goes on."""
         if self.padding_batch is not None:
             self.padding_batch.end()
         self.padding_batch = None
-
-    def keep_buffers(self) -> KeptBuffers:
-        """Return a copy of the module's buffers, to be restored later."""
-        return self._buffers.keep()
 
     def drop_gradients(self) -> None:
         """Drop all gradients and the contribution: the batch is left out."""

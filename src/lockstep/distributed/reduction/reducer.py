@@ -275,12 +275,6 @@ class Reducer:
         self._check_alive()
         self._open_round(watched.is_expected)
 
-    def _move_trigger(self, before: int, number: int) -> None:
-        """Move a trigger: the gradient of another parameter was the last one of its bucket."""
-        if before in self._triggers.on and self._triggers.buckets is self.common.buckets:
-            remove_trigger(self._triggers.on.pop(before))
-            self._put_trigger(number)
-
     def _check_alive(self) -> None:
         try:
             self.collectives.check_alive()
@@ -514,14 +508,15 @@ class Reducer:
                 outer.snapshot = GradientSnapshot(outer.snapshot.parameters)
 
     def _end_round(self, ended: Round) -> None:
-        common = self.common
-        applied = ended.is_applied
-        self._has_failed = not applied
+        self._has_failed = not ended.is_applied
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
-        if applied or ended.has_begun:
-            common.count_round(ended.number)
-        for trigger, number in ended.moved_triggers.items():
-            self._move_trigger(trigger, number)
+        if ended.is_applied or ended.has_begun:
+            self.common.count_round(ended.number)
+        if self._triggers.buckets is self.common.buckets:
+            for before, number in ended.moved_triggers.items():  # another gradient was the last one of its bucket
+                if before in self._triggers.on:
+                    remove_trigger(self._triggers.on.pop(before))
+                    self._put_trigger(number)
 
     def pass_leaves(self) -> None:
         """Note that the pass is over, and has not reached the module."""

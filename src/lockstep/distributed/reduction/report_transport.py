@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.sums import counts_exactly
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
 from lockstep.distributed.reduction.report.status import (
@@ -76,17 +76,9 @@ class ReportTransport:
                 if status.part not in (Part.FAILED, Part.SKIPS):
                     raise  # this rank's part fails, and the others are told; a failed or skipped batch sends zeros
 
-    def send(self, row: Tensor, what: str, blocking: bool) -> Pending:
-        """Start to sum the row that travels on its own; ``blocking``: the caller waits for it next."""
-        return self._collectives.all_reduce(row, what, blocking=blocking)
-
     def read(self, row: Tensor) -> Report:
         """Return what the reports of all ranks add up to."""
         return self._layout.read(row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row)
-
-    def gather_statuses(self, status: Status, what: str) -> "GatheredStatuses":
-        """Begin to gather the status of each rank, which all do, or none."""
-        return GatheredStatuses(self._collectives, status, what)
 
     def read_aborted(self, row: Tensor | None) -> Report | None:
         """Return the reports of a round aborted on this rank; None if it sent none, or with another layout."""

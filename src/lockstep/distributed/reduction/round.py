@@ -21,7 +21,7 @@ from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gat
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot, KeptGradient, find_kept, write_back
 from lockstep.distributed.reduction.autograd.graph import has_means
 from lockstep.distributed.reduction.buckets.comm_hooks import Waitable
-from lockstep.distributed.reduction.buckets.gradient_buckets import NO_ROW, GradientBucket, ZeroBucket, reduce_late
+from lockstep.distributed.reduction.buckets.gradient_buckets import NO_ROW, GradientBucket, reduce_late
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
@@ -146,7 +146,9 @@ class Round:
             return False
         if bucket.has_stream and not bucket.is_on_current_stream():
             return False
-        return not self._common.hook.hook or self._may_call_hook(bucket.members[0].spec.device)
+        if not self._common.hook.hook or self._common.collectives.follows_stream(bucket.members[0].spec.device):
+            return True
+        return all(pending.done() for pending in self._pending)  # else an earlier call has to be waited for
 
     def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, blocking: bool = False) -> None:
         """Send a bucket.
@@ -220,15 +222,13 @@ class Round:
 
     def _send_own(self, row: Tensor, what: str) -> None:
         """Send the report if it does not travel behind a bucket."""
-        transport, what = self._common.transport, f"{what}, round {self.number}"
+        transport = self._common.transport
         self._write_report(row)
         if transport.own_buffers is not None:
             transport.write_buffers(transport.own_buffers, self._said)
             self._all_reduce(transport.own_buffers, "small buffers")
-        if self._begun is None:
-            self._begun = time.perf_counter()
         waits = self.phase is not RoundState.ABORTED  # nobody waits for a report that says so
-        self._pending.append(transport.send(row, what, blocking=waits))
+        self._all_reduce(row, what, blocking=waits)
 
     def _write_behind(self, row: Tensor) -> None:
         """Write what is sent behind the last bucket: the report, or small buffers alone."""
@@ -291,7 +291,8 @@ class Round:
         own.note_used()
         used = self._parameters_in_order(verdict, added) if lists_used else ()
         if verdict.changed:
-            self._renew()
+            if common.renew():
+                own.renumber()
         elif verdict.late or common.plan.observes:
             common.adapt(verdict)
         return used
@@ -311,7 +312,7 @@ class Round:
 
     def _gather_statuses(self) -> GatheredStatuses:
         """Begin to gather the status of each rank, after the report, which has told all ranks that it is needed."""
-        return self._common.transport.gather_statuses(self._said, f"statuses, round {self.number}")
+        return GatheredStatuses(self._common.collectives, self._said, f"statuses, round {self.number}")
 
     def _agree(self, verdict: Verdict) -> Sequence[ManagedParameter] | None:
         """Carry out the agreement that the verdict asks for; return new parameters of which some rank has a gradient,
@@ -342,11 +343,6 @@ class Round:
         """Let no parameter have a gradient."""
         kept, self._kept = self._kept, []
         self._common.members.drop_gradients(kept)
-
-    def _renew(self) -> None:
-        """Take over what all ranks have agreed on."""
-        if self._common.renew():
-            self._own.renumber()
 
     def _copy_out(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> None:
         """Give the parameters their reduced gradients, times the verdict's factor: from the buckets, and late ones.
@@ -397,7 +393,9 @@ class Round:
         for bucket in self.buckets.in_order[self.next_bucket :]:
             zeros = self._allocate_or_wait(bucket.zeros)
             if common.hook.hook:
-                self._send_zeros_through_hook(bucket, zeros)
+                if not common.collectives.follows_stream(zeros.device):  # see _order_hook_calls
+                    self._wait_aborted()
+                self._pending.append(self._call_hook(bucket, zeros, accept=lambda _: None))
                 continue
             if bucket is self.buckets.report_bucket:
                 row = zeros[bucket.planned.layout.numel :]
@@ -436,17 +434,19 @@ class Round:
         collectives, begun = self._common.collectives, self._common.collectives.begun()
         try:
             with collectives.phases.phase("hook", f"{what}, round {self.number}"):
-                self._pending.append(self._call_hook(bucket, flat))
+                self._pending.append(self._call_hook(bucket, flat, bucket.accept))
         except BaseException as error:
             if begun is None or collectives.begun() != begun:
                 gist = shortened(f"{type(error).__name__}: {error}", LONGEST_HEADLINE)
                 collectives.lose(f"a communication hook raised {gist}, after it had begun to communicate")
             raise
 
-    def _call_hook(self, bucket: GradientBucket, flat: Tensor) -> Waitable:
+    def _call_hook(self, bucket: GradientBucket, flat: Tensor, accept: Callable[[Tensor], object]) -> Waitable:
         is_last = bucket.index == len(self.buckets.in_order) - 1
         common = self._common
-        return common.hook.send(bucket, flat, is_last, common.collectives, self._divide_factor, common.is_planned)
+        return common.hook.send(
+            bucket, flat, is_last, common.collectives, self._divide_factor, accept=accept, planned=common.is_planned
+        )
 
     def _order_hook_calls(self, device: torch.device) -> None:
         """Wait for the calls of the hook so far, unless a stream orders them: a collective that a hook begins in a
@@ -454,16 +454,6 @@ class Round:
         if not self._common.collectives.follows_stream(device):
             while self._pending:
                 self._pending.pop(0).wait()
-
-    def _may_call_hook(self, device: torch.device) -> bool:
-        """Return True if the hook can be called while backward runs, because no earlier call has to be waited for."""
-        return self._common.collectives.follows_stream(device) or all(pending.done() for pending in self._pending)
-
-    def _send_zeros_through_hook(self, bucket: GradientBucket, zeros: Tensor) -> None:
-        """Let the communication hook send what the other ranks' hooks wait for, of a bucket without gradients."""
-        if not self._common.collectives.follows_stream(zeros.device):  # see _order_hook_calls
-            self._wait_aborted()
-        self._pending.append(self._call_hook(ZeroBucket(bucket), zeros))
 
     def _wait_aborted(self) -> None:
         while self._pending:

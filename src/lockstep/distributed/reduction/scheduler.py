@@ -106,7 +106,7 @@ class GroupScheduler(PassObserver):
                 if not module.synchronises:
                     module.accumulate()
             if reducing:
-                self.reduce(reducing if self.modules.exclusive else self._agree_who_takes_part(reducing))
+                self.reduce(reducing if self.modules.exclusive else self._that_take_part(self.modules.ask(reducing)))
             if reached or silent:
                 self._collectives.enter("training")
         except BaseException:
@@ -217,10 +217,6 @@ class GroupScheduler(PassObserver):
         told = self.modules.ask([])
         return told.marks(self._collectives.world), self._that_take_part(told)
 
-    def _agree_who_takes_part(self, modules: Sequence[Reducer]) -> list[Reducer]:
-        """Return the modules that take part on any rank, in the order of their creation."""
-        return self._that_take_part(self.modules.ask(modules))
-
     def _that_take_part(self, told: PassAgreement) -> list[Reducer]:
         if told.failed:
             self._end_rounds()
@@ -318,7 +314,7 @@ class GroupScheduler(PassObserver):
 
     def keep_buffers(self) -> list[KeptBuffers]:
         """Return copies of the buffers of all modules, to be restored later."""
-        return [module.rank_state.keep_buffers() for module in self.modules]
+        return [module.buffers.keep() for module in self.modules]
 
     def _synchronising(self) -> list[Reducer]:
         return [module for module in self.modules if module.rank_state.requires_sync]

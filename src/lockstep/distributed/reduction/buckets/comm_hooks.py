@@ -143,9 +143,11 @@ class HookInUse:
         last: bool,
         collectives: Collectives,
         divisor: float,
+        *,
+        accept: Callable[[Tensor], object],
         planned: bool,
     ) -> Waitable:
-        """Call the hook for a bucket; the bucket has the result once the returned object has been waited for.
+        """Call the hook for a bucket; ``accept`` gets the result when the returned object is waited for.
 
         ``planned``: these are not the buckets of a first backward, which have their places as numbers, as in PyTorch:
         a hook must not keep state for them.
@@ -156,7 +158,7 @@ class HookInUse:
         seen = GradBucket(bucket, buffer, last, index)
         outcome = hook.call(hook.state, seen)
         if isinstance(outcome, Future | torch._C.Future):
-            return _Reduction(bucket, partial(_result_of, outcome, hook), outcome.done)
+            return _Reduction(accept, partial(_result_of, outcome, hook), outcome.done)
         if not isinstance(outcome, Tensor):
             raise HookError(
                 f"Communication hook {name_of(hook.call)}: callback must return a torch.futures.Future object, but "
@@ -171,7 +173,7 @@ class HookInUse:
             pending.wait()
             return outgoing
 
-        return _Reduction(bucket, average, pending.done)
+        return _Reduction(accept, average, pending.done)
 
 
 _References = Sequence["ref[Parameter]"]
@@ -191,14 +193,13 @@ def _are_to(references: _References, parameters: Sequence[Parameter]) -> bool:
 class _Reduction(NamedTuple):
     """A bucket whose hook has been called."""
 
-    bucket: GradientBucket
+    accept: Callable[[Tensor], object]
     result: Callable[[], Tensor]
     """Waits for the reduced buffer, and returns it."""
     done: Callable[[], bool]
 
     def wait(self) -> None:
-        """Give the bucket the result."""
-        self.bucket.accept(self.result())
+        self.accept(self.result())
 
 
 def _result_of(future: Any, hook: Hook) -> Tensor:

@@ -265,26 +265,6 @@ def _undefined(member: ManagedParameter, grad: Tensor | None) -> Sequence[int]:
     return (member.index,) if grad is None else ()
 
 
-class ZeroBucket(GradientBucket):
-    """A bucket of zeros, for communication hooks in a round that has failed. The gradients stay as they are."""
-
-    def __init__(self, bucket: GradientBucket) -> None:
-        super().__init__(bucket.index, bucket.planned, bucket.members, waits=True)
-
-    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
-        """See :meth:`GradientBucket.zeros`."""
-        return CopiedIn(self.zeros())
-
-    def accept(self, summed: Tensor) -> None:
-        """Do nothing: nothing is taken."""
-
-    def multiply(self, factor: float) -> None:
-        """Do nothing: nothing is there."""
-
-    def _gradient(self, position: int) -> Tensor:
-        return torch.empty(0)
-
-
 def flattened(tensor: Tensor) -> Tensor:
     """Return all elements of a tensor without gaps, in the order in which they lie in memory; a view."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

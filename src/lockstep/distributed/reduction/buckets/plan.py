@@ -98,8 +98,7 @@ class ReductionPlan:
                 if (other.dtype, other.device) != (members[0].dtype, members[0].device):
                     raise LayoutError(
                         f"the plan is of another module: {names[0]!r} and {other.name!r} are in one bucket, but here "
-                        "they "
-                        f"are {members[0].dtype} on {members[0].device} and {other.dtype} on {other.device}"
+                        f"they are {members[0].dtype} on {members[0].device} and {other.dtype} on {other.device}"
                     )
             buckets.append(PlannedBucket(Kind(kind), _pack(specs, [place[name] for name in names])))
         return cls(tuple(specs), tuple(buckets))
@@ -131,7 +130,10 @@ def plan_reduction(
         else:
             together.setdefault((spec.dtype, spec.device), []).append((position, index))
     for small in together.values():
-        placed += [(part[-1][0], _flat(specs, [index for _, index in part])) for part in _cut(specs, small, caps)]
+        placed += [
+            (part[-1][0], PlannedBucket(Kind.FLAT, _pack(specs, [index for _, index in part])))
+            for part in _cut(specs, small, caps)
+        ]
     ordered = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
     with_report = max((i for i, bucket in enumerate(ordered) if bucket.can_hold_report), default=None)
     last = [] if with_report is None else [ordered.pop(with_report)]
@@ -152,10 +154,6 @@ def _cut(
         parts[-1].append((position, index))
         filled += nbytes
     return parts
-
-
-def _flat(specs: Sequence[TensorSpec], indices: Sequence[int]) -> PlannedBucket:
-    return PlannedBucket(Kind.FLAT, _pack(specs, indices))
 
 
 def _pack(specs: Sequence[TensorSpec], indices: Sequence[int]) -> Bucket:

@@ -37,7 +37,8 @@ class Buffer:
 
     def __init__(self, name: str, slots: Sequence[Slot], tensor: Tensor) -> None:
         self.name = name
-        self._slots = slots
+        self.slots = slots
+        """The places in which it is registered."""
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.device = tensor.device
@@ -51,19 +52,9 @@ class Buffer:
         self.can_be_averaged = self.is_plain and tensor.dtype in _ADDED
         """True if a mean over ranks can be taken. One in 8 bits, or of inner tensors, would mean nothing."""
 
-    @property
-    def slot(self) -> Slot:
-        """The first place in which it is registered."""
-        return self._slots[0]
-
-    @property
-    def tied(self) -> bool:
-        """True if it is registered in several places."""
-        return len(self._slots) > 1
-
     def current(self) -> Tensor | None:
         """Return the tensor registered now; None if there is none, or its shape, dtype, device or class has changed."""
-        owner, key = self._slots[0].owner(), self._slots[0].key
+        owner, key = self.slots[0].owner(), self.slots[0].key
         tensor = owner._buffers.get(key) if owner is not None else None
         if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             return None
@@ -81,7 +72,7 @@ class Buffer:
 
     def is_split(self) -> bool:
         """Return True if the places in which it was registered now hold different tensors."""
-        return len({id(owner._buffers.get(key)) for slot, key in self._slots if (owner := slot()) is not None}) > 1
+        return len({id(owner._buffers.get(key)) for slot, key in self.slots if (owner := slot()) is not None}) > 1
 
     def describe(self) -> str:
         """Return the properties that must be the same on all ranks."""
@@ -127,7 +118,7 @@ class Buffer:
             new = torch.empty_like(tensor) if self.is_plain else tensor.detach().clone()
             _write(inner_tensors(new), values)
             new.requires_grad_(tensor.requires_grad)
-            for owner, key in self._slots:
+            for owner, key in self.slots:
                 module = owner()
                 if module is not None and module._buffers.get(key) is tensor:
                     module._buffers[key] = new
@@ -155,8 +146,8 @@ class BufferGroup:
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = buffers
-        self._owners = [buffer.slot.owner for buffer in buffers]
-        self._keys = [buffer.slot.key for buffer in buffers]
+        self._owners = [buffer.slots[0].owner for buffer in buffers]
+        self._keys = [buffer.slots[0].key for buffer in buffers]
         self._shapes = [b.shape for b in buffers]
         self._dtypes = [b.dtype for b in buffers]
         self._devices = [b.device for b in buffers]
@@ -254,7 +245,7 @@ class BufferSet:
         self._sizes = list(map(len, self._registries))
         self.buffers = [Buffer(name, slots, tensor) for name, tensor, slots in places.values()]
         self._group = BufferGroup(self.buffers)
-        self._tied = [buffer for buffer in self.buffers if buffer.tied]
+        self._tied = [buffer for buffer in self.buffers if len(buffer.slots) > 1]
         self._distinct: Sequence[Tensor | None] = ()  # tensors of which no two are the same
 
     def changed(self) -> bool:

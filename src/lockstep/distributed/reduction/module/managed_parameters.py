@@ -429,11 +429,8 @@ def release(parameter: Parameter, reducer: Owner) -> None:
     hooks = parameter._post_accumulate_grad_hooks
     if isinstance(hooks, HookDictionary) and hooks.belongs_to(reducer):
         held = [(key, hook) for key, hook in hooks.items() if key != TRIGGER_KEY]
-        parameter._post_accumulate_grad_hooks = OrderedDict((k, h.moved_to(_nobody, k, hooks)) for k, h in held)
-
-
-def _nobody() -> None:
-    """Stand in for a reference to a reducer that is gone."""
+        of_nobody = ((key, hook.moved_to(lambda: None, key, hooks)) for key, hook in held)
+        parameter._post_accumulate_grad_hooks = OrderedDict(of_nobody)
 
 
 def run_held_hooks(parameters: Iterable[Parameter], reducer: Owner) -> None:

@@ -52,15 +52,6 @@ from lockstep.distributed.reduction.module.managed_parameters import (
 from lockstep.distributed.reduction.module.selection import Contents, Selection, describe_parameter
 from lockstep.errors import AgreementError
 
-# -------------------------------------------------------------------------------------- left out
-
-
-# ---------------------------------------------------------------------------------------- checks
-
-
-# -------------------------------------------------------------------------- agreed parameters, and changes
-
-
 _END = (object(),)
 """Follows the last entry, so that a list that has become longer or shorter differs there."""
 _SLOTS = attrgetter("_parameters", "_modules")
@@ -287,7 +278,8 @@ class ParameterSet:
             id(tensor): (f"{name}.{key}" if name else key, tensor)
             for name, owner in module.named_modules()
             for key, tensor in owner._parameters.items()
-            if _can_be_managed(tensor) and id(tensor) not in self._agreed.by_id
+            if isinstance(tensor, Parameter) and not is_lazy(tensor) and tensor.is_leaf and can_have_gradient(tensor)
+            if id(tensor) not in self._agreed.by_id
         }
         unowned = [(name, tensor) for name, tensor in found.values() if owner_of(tensor) in (None, self._owner_now)]
         count = len(self._agreed.parameters)
@@ -359,10 +351,6 @@ def _last_slot(owners: Sequence[Module]) -> tuple[dict[str, Any], str, Any]:
             if parameter is not None and parameter.requires_grad:
                 return owner._parameters, key, parameter
     return {}, "", None
-
-
-def _can_be_managed(tensor: Any) -> bool:
-    return isinstance(tensor, Parameter) and not is_lazy(tensor) and tensor.is_leaf and can_have_gradient(tensor)
 
 
 def _managed(contents: Contents) -> list[ManagedParameter]:

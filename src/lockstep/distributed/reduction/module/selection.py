@@ -124,7 +124,8 @@ class Selection:
     def _left_out(self) -> tuple[set[Module], set[str]]:
         """Return the modules, and the names of parameters and buffers, that are not replicated."""
         module = self.module
-        roots = (*self._ignored, *sharded_children(module), *_replicated_children(module))
+        replicated = (child for child in module.modules() if child is not module and child in _replicated)
+        roots = (*self._ignored, *sharded_children(module), *replicated)
         names = {*self._ignored_names, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
         return {each for root in roots for each in root.modules()}, names
 
@@ -215,10 +216,6 @@ def note_replicated(module: Module, undo: ExitStack) -> None:
     if module not in _replicated:
         undo.callback(_replicated.discard, module)
         _replicated[module] = None
-
-
-def _replicated_children(module: Module) -> Iterator[Module]:
-    return (child for child in module.modules() if child is not module and child in _replicated)
 
 
 def sharded_children(module: Module) -> Iterator[Module]:

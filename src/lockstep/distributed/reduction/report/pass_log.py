@@ -109,8 +109,7 @@ class PassLog:
 
     def end_round(self) -> None:
         """Note that the backward pass is over and was a round: start to count forwards from zero."""
-        self._called = 0
-        self._own = False
+        self.end_pass()
         self._round += 1
         self._through = self._unused_forwards = 0
 
