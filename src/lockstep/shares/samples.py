@@ -1,15 +1,12 @@
 """Samples and their random numbers, which depend only on the sample and the epoch, not on the rank or worker."""
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
-from lockstep._base.seeds import derive_seed, seed_cpu
+from lockstep._base.seeds import derive_seed, generators, keep_generators
 
 
 class ShareKey(NamedTuple):
@@ -69,16 +66,10 @@ def _generators_kept() -> Iterator[None]:
     """Restore the generators of the training process; in a worker, nothing else draws from them."""
     with ExitStack() as stack:
         if get_worker_info() is None:
-            stack.callback(torch.random.set_rng_state, torch.random.get_rng_state())
-            stack.callback(random.setstate, random.getstate())
-            if "numpy" in sys.modules:
-                numbers = sys.modules["numpy"].random
-                stack.callback(numbers.set_state, numbers.get_state())
+            keep_generators(stack)
         yield
 
 
 def _seed_all(seed: int) -> None:
-    seed_cpu(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    for seed_one in generators():
+        seed_one(seed)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lockstep._base.deal import Dealt
 from lockstep._base.devices import refuse_capture
 from lockstep._base.optimizer_steps import observe_steps
-from lockstep._base.seeds import derive_seed
+from lockstep._base.seeds import Seed, derive_seed
 from lockstep.distributed.comm.collectives import Collectives, Pending
 from lockstep.distributed.comm.group_state import shared_object, state_of
 from lockstep.distributed.comm.groups import Group
@@ -27,7 +27,7 @@ from lockstep.phases import Phases
 from lockstep.shares.balance import Pace, ShareClock
 from lockstep.shares.module import ShareModule
 from lockstep.shares.share_step import Step
-from lockstep.shares.share_streams import Seed, random_streams
+from lockstep.shares.share_streams import random_streams
 from lockstep.shares.share_tree import shares_of
 
 _USED, _FAILED = 1, 2

@@ -7,19 +7,16 @@ All but those of accelerators belong to the process. So of several simultaneous 
 threads, only the first one seeds them.
 """
 
-import random
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from lockstep._base.seeds import derive_seed, seed_cpu
+from lockstep._base.seeds import Seed, derive_seed, generators, keep_generators
 
-Seed = Callable[[int], object]
 _process = threading.Lock()
 """Held by the step that seeds the generators of the process."""
 
@@ -36,14 +33,8 @@ def random_streams(devices: Collection[torch.device]) -> Iterator[Seed]:
                 seeds.append(partial(_seed_device, device))
         if _process.acquire(blocking=False):
             stack.callback(_process.release)
-            stack.callback(torch.set_rng_state, torch.get_rng_state())
-            seeds.append(seed_cpu)
-            stack.callback(random.setstate, random.getstate())
-            seeds.append(random.seed)
-            if "numpy" in sys.modules:
-                numbers = sys.modules["numpy"].random
-                stack.callback(numbers.set_state, numbers.get_state())
-                seeds.append(lambda seed: numbers.seed([seed & 0xFFFFFFFF, seed >> 32]))
+            keep_generators(stack)
+            seeds += generators()
 
         def seed_all(seed: int) -> None:
             for number, each in enumerate(seeds):

@@ -186,7 +186,10 @@ class _AllToAllTransport(Transport):
             return
         pieces = []
         while self._coming:  # a pending collective holds the memory that it has sent
-            pieces.append(_pieces_of(*self._coming.pop(0)))
+            incoming, received, pending = self._coming.pop(0)
+            pending.wait()
+            pieces.append(incoming.split(received))
+        del pending
         self._outgoing = []
         parts: list[Tensor] = []
         for rank, count in enumerate(self._layout.counts):
@@ -208,13 +211,6 @@ class _AllToAllTransport(Transport):
     def result(self) -> Tensor:
         self._gathering.wait()
         return self._whole
-
-
-def _pieces_of(incoming: Tensor, received: list[int], pending: Pending) -> tuple[Tensor, ...]:
-    """Wait for a collective, and return the bytes from each rank."""
-    pending.wait()
-    pieces: tuple[Tensor, ...] = incoming.split(received)
-    return pieces
 
 
 def _fill(bucket: Bucket, views: Sequence[Tensor], terms: Terms) -> None:
