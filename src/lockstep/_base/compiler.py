@@ -41,6 +41,12 @@ def _uncompiled(function: Callable[P, T], recursive: bool) -> Callable[P, T]:
     return call
 
 
+@outside_compiler
+def call_outside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``function`` uncompiled, even from code that ``torch.compile`` compiles."""
+    return function(*args, **kwargs)
+
+
 def _is_compiling() -> bool:
     return is_dynamo_compiling() or get_eval_frame_callback() is not None
 

@@ -1,4 +1,6 @@
-"""PURE: shortens texts to fit into a message between ranks."""
+"""PURE: texts of messages: shortened ones, and ranks in words."""
+
+from collections.abc import Iterable
 
 LONGEST_HEADLINE = 4 * 1024
 """The number of characters of an exception's type and message that are sent to other ranks."""
@@ -12,3 +14,9 @@ def shortened(text: str, longest: int) -> str:
         return text
     half = longest // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return some ranks as they stand in messages, in order."""
+    names = sorted(ranks)
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"

@@ -13,7 +13,6 @@ from lockstep.errors import CrashLoopError
 class Batch(NamedTuple):
     """A batch whose step has failed each time."""
 
-    step: int
     epoch: int
     number: int
     samples: list[Any]
@@ -61,11 +60,11 @@ class CrashLoops:
             return
         failed_at, rank, in_batches, _ = self._failures[0]
         # An optimizer may make a step in every N-th batch only.
-        batch = self._find(failed_at, failed_at - step - 1, rank) if in_batches else None
+        batch = self._find(failed_at - step - 1, rank) if in_batches else None
         with self._ranks.in_unison():
             raise self._error(failed_at, batch)
 
-    def _find(self, step: int, ahead: int, rank: int) -> Batch | None:
+    def _find(self, ahead: int, rank: int) -> Batch | None:
         """Return the batch ``ahead`` of the next one, with the samples that a rank has of it."""
         known = [each for each in self._state.values() if hasattr(each, "samples_ahead")]
         found = known[0].samples_ahead(ahead) if len(known) == 1 and ahead >= 0 else None
@@ -73,7 +72,7 @@ class CrashLoops:
             found = [*found[:2], [each if isinstance(each, int) else str(each) for each in found[2]]]
         told = self._ranks.tell(found, "the samples of a step")
         of_rank = told[rank if rank < len(told) else 0]
-        return None if of_rank is None else Batch(step, *of_rank)
+        return None if of_rank is None else Batch(*of_rank)
 
     def _error(self, step: int, batch: Batch | None) -> CrashLoopError:
         if batch is None:

@@ -180,7 +180,8 @@ def _devices() -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
-    there = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _is_available(name)]
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    there = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
     if _can_share_memory():
         yield Finding("backends", ", ".join(["shm", *there]))
     else:
@@ -256,10 +257,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _is_available(name: str) -> bool:
-    return bool(getattr(dist, f"is_{name}_available", lambda: False)())
 
 
 def _can_share_memory() -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep._base.texts import ranks_in_words
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -116,7 +118,7 @@ def describe(found: Collection[int], reports: Mapping[int, Report]) -> str:
 
 def explain(found: Collection[int], reports: Mapping[int, Report]) -> str:
     """Return that ranks wait for each other for ever, where they wait, and what to do."""
-    head = f"{_ranks(found)} wait for each other in different collectives, and can never go on:"
+    head = f"{ranks_in_words(found)} wait for each other in different collectives, and can never go on:"
     what_to_do = advice(wait.what for rank in found for wait in reports[rank].waits)
     return "\n".join([head, describe(found, reports), what_to_do])
 
@@ -152,11 +154,9 @@ def _waits_of(rank: int, reports: Mapping[int, Report]) -> list[str]:
     lines = []
     for wait in report.waits:
         lacks = missing(wait, rank, reports)
-        to_come = f", without {_ranks(lacks)}" if lacks else ""
+        to_come = f", without {ranks_in_words(lacks)}" if lacks else ""
         at = f", called from {wait.place}" if wait.place else ""
         lines.append(f"rank {rank} has waited for {report.seconds:.1f} s in {wait.what}{to_come}{at}")
     return lines
 
 
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

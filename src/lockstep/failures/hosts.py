@@ -16,6 +16,7 @@ from enum import Enum, auto
 from typing import Any
 
 from lockstep._base import network
+from lockstep._base.texts import ranks_in_words
 from lockstep.failures.failure import Failure, Kind
 from lockstep.failures.ring import Place
 
@@ -151,7 +152,7 @@ def unreachable(
     observing host: if none does, it is cut off itself. The hosts that are ``reaching`` the silent one as well show that
     only the network between the two is down.
     """
-    what = f"{seen}, where rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)} {'are' if len(ranks) > 1 else 'is'}"
+    what = f"{seen}, where {ranks_in_words(ranks)} {'are' if len(ranks) > 1 else 'is'}"
     still = f"{_listed(answering)} still answer{'s' if len(answering) == 1 else ''} {own}"
     if reaching:
         one, other = sorted((own, host))

@@ -23,6 +23,7 @@ from typing import Any
 
 from lockstep._base import network
 from lockstep._base.store import BoundedStore, address_towards
+from lockstep._base.texts import ranks_in_words
 from lockstep.errors import CommunicationError
 from lockstep.failures.failure import Kind
 
@@ -345,8 +346,8 @@ def _limit_silence(connected: socket.socket, seconds: float) -> None:
 
 def absent(ranks: Sequence[int], world: int, timeout: float) -> str:
     """Return the message about ranks that have not come to meet the others."""
-    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return f"{names} of {world} did not come within {timeout:g} s; look at the errors of those processes"
+    who = f"{ranks_in_words(ranks)} of {world}"
+    return f"{who} did not come within {timeout:g} s; look at the errors of those processes"
 
 
 def store_lost(rank: int, world: int, error: BaseException) -> CommunicationError:

@@ -8,6 +8,7 @@ run.
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -277,23 +278,17 @@ def scatter(
     if streams is not None and len(streams) != len(targets):
         raise LengthError(f"expected one stream for each of {len(targets)} devices, got {len(streams)}")
     chunks = tensor.split_with_sizes(list(chunk_sizes), dim)
-    return tuple(
-        _copy_on(stream, chunk, target)
-        for chunk, target, stream in zip(chunks, targets, streams or [None] * len(targets), strict=False)
-    )
+    copies = []
+    for chunk, target, stream in zip(chunks, targets, streams or [None] * len(targets), strict=False):
+        with nullcontext() if stream is None or chunk.device == target else on_streams([stream]):
+            copies.append(copy_to(chunk, target))
+    return tuple(copies)
 
 
 def even_split(size: int, parts: int) -> list[int]:
     """Return sizes that differ by at most one, the larger first, none of them 0 (except for a single one of 0 rows)."""
     used = max(1, min(size, parts))
     return [size // used + (i < size % used) for i in range(used)]
-
-
-def _copy_on(stream: torch.Stream | None, chunk: torch.Tensor, target: torch.device) -> torch.Tensor:
-    if stream is None or chunk.device == target:
-        return copy_to(chunk, target)
-    with on_streams([stream]):
-        return copy_to(chunk, target)
 
 
 def _scatter_out(

@@ -21,16 +21,12 @@ _DICTS = (dict, OrderedDict, defaultdict)
 _CHANGING = (*_LISTS, *_DICTS, set)
 
 
-def _parts_of_partial(value: "functools.partial[Any]") -> list[Any]:
-    return [value.func, *value.args, *value.keywords.values()]
-
-
 _OPEN: dict[type, Callable[[Any], list[Any]]] = (
     dict.fromkeys((*_LISTS, tuple, set, frozenset), list)
     | dict.fromkeys(_DICTS, lambda value: [*value, *value.values()])
     | {
         types.MethodType: lambda value: [value.__self__],
-        functools.partial: _parts_of_partial,
+        functools.partial: lambda value: [value.func, *value.args, *value.keywords.values()],
         weakref.ref: lambda value: [value()],
     }
 )

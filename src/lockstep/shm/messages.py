@@ -1,13 +1,14 @@
 """PURE: the messages between the ranks of a host, and the error if their collectives are not the same."""
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import lru_cache
 
 import torch
 
+from lockstep._base.texts import ranks_in_words
 from lockstep.errors import AgreementError
 
 
@@ -155,7 +156,7 @@ def compare(messages: Sequence[bytes], global_ranks: Sequence[int]) -> None:
 
 def disagreement(said: Mapping[str, Sequence[int]]) -> AgreementError:
     """Return the error for ranks that are about to run different collectives."""
-    lines = [f"{in_words(by)}: {what}" for what, by in said.items() if by]
+    lines = [f"{ranks_in_words(by)}: {what}" for what, by in said.items() if by]
     return AgreementError(
         "the ranks of a shm process group run different collectives, and no data has been moved: "
         f"{'; '.join(lines)}. Every rank has to run the same collectives in the same order, with the same sizes and "
@@ -163,7 +164,3 @@ def disagreement(said: Mapping[str, Sequence[int]]) -> AgreementError:
     )
 
 
-def in_words(global_ranks: Iterable[int]) -> str:
-    """Return some ranks as they stand in messages, in order."""
-    ranks = sorted(global_ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -21,9 +21,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from lockstep._base.texts import ranks_in_words
 from lockstep.errors import CommunicationError
 from lockstep.shm.constants import LIVENESS_SECONDS
-from lockstep.shm.messages import MessageKind, in_words
+from lockstep.shm.messages import MessageKind
 from lockstep.shm.shared_memory import map_bytes
 
 LONGEST = 4096
@@ -240,7 +241,7 @@ class Peers:
             return
 
     def _describe(self, peers: Iterable[int]) -> str:
-        return in_words(self.global_ranks[peer] for peer in peers)
+        return ranks_in_words(self.global_ranks[peer] for peer in peers)
 
     # ----------------------------------------------------------------------------------- memory
 

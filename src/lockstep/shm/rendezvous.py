@@ -22,9 +22,9 @@ from typing import Any
 
 from lockstep._base import network
 from lockstep._base.store import BoundedStore, StoreLostError, address_towards
+from lockstep._base.texts import ranks_in_words
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.shm.constants import FAILURE_KEY, LIVENESS_SECONDS
-from lockstep.shm.messages import in_words
 from lockstep.shm.shared_memory import SharedMemory
 
 _HELLO = struct.Struct("<I32s")
@@ -207,4 +207,5 @@ def _first_failure(bounded_store: BoundedStore, error: CommunicationError) -> Co
 
 
 def _have_died(global_ranks: Sequence[int]) -> str:
-    return f"the shm process group cannot be made: {in_words(global_ranks)} has died, or failed, before all had met"
+    who = ranks_in_words(global_ranks)
+    return f"the shm process group cannot be made: {who} has died, or failed, before all had met"

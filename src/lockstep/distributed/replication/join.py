@@ -86,7 +86,8 @@ class ShadowHook(JoinHook):
     def _follow(self) -> None:
         """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
         scheduler = self.scheduler
-        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.scheduler is scheduler}
+        found = ((reducer, _open_hook(reducer)) for reducer in list(_contexts))
+        hooks = {reducer: hook for reducer, hook in found if hook is not None and hook.scheduler is scheduler}
         marks, members = scheduler.listen()
         if any(marks):
             for hook in (hooks[member] for member in members if member in hooks):
@@ -138,5 +139,3 @@ def _open_hook(reducer: Reducer) -> ShadowHook | None:
     return None if hook is None or hook.ended else hook
 
 
-def _open_hooks() -> list[ShadowHook]:
-    return [hook for reducer in list(_contexts) if (hook := _open_hook(reducer)) is not None]

@@ -76,7 +76,8 @@ class Options:
         self._check_reduce_dtype()
         if self.buffer_policy not in POLICIES:
             raise OptionError(f"buffer_policy must be one of {', '.join(POLICIES)}, got {self.buffer_policy!r}")
-        for name, value in (("bucket_cap_mb", self.bucket_cap_mb), *self._listed_caps()):
+        listed = [(f"bucket_cap_mb_list[{i}]", cap) for i, cap in enumerate(self.bucket_cap_mb_list or ())]
+        for name, value in [("bucket_cap_mb", self.bucket_cap_mb), *listed]:
             if value is not None and not value > 0:
                 raise OptionError(f"{name} must be over 0 MiB, got {value}")
         if self.device_id is not None and not isinstance(self.device_id, int | torch.device):
@@ -94,9 +95,6 @@ class Options:
                 f"reduce_dtype={self.reduce_dtype} was given, and mixed_precision has reduce_dtype={twice}, too; leave "
                 "out that of mixed_precision, whose sums are rounded more than once"
             )
-
-    def _listed_caps(self) -> list[tuple[str, float]]:
-        return [(f"bucket_cap_mb_list[{i}]", cap) for i, cap in enumerate(self.bucket_cap_mb_list or ())]
 
     def warn_deprecated(self, stacklevel: int) -> None:
         """Warn of deprecated options, as PyTorch does."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep._base.compiler import is_in_compiled_backward, outside_compiler
+from lockstep._base.compiler import call_outside, is_in_compiled_backward
 from lockstep._base.dtensors import is_dtensor
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
@@ -314,16 +314,11 @@ class _OutputHook:
     def __call__(self, grad: Tensor) -> None:
         if torch.compiler.is_compiling():
             if not is_in_compiled_backward():  # such a pass ends where it leaves the engine
-                _expect_outside(self, grad)
+                call_outside(self, grad)
             return
         reducer = self._reducer()
         if reducer is not None:
             reducer.on_output_grad(self._mark)
-
-
-@outside_compiler
-def _expect_outside(reached: _OutputHook, grad: Tensor) -> None:
-    reached(grad)
 
 
 def rounds_of(module: Module, caller: str, what: str) -> ReducerReplication:

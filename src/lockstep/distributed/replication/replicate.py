@@ -134,17 +134,12 @@ def _is_empty(module: Module) -> bool:
 def _attach(module: Module, replication: Replication, undo: ExitStack) -> None:
     """Register the replication, and add the hooks and the methods of :class:`Replicated`; ``undo`` removes them."""
     # The methods of a wrapper are those of its replication, which this one replaces.
-    kept = [] if find_replication(module) else [name for name in _METHODS if _has_own(module, name)]
+    kept = [] if find_replication(module) else [n for n in _METHODS if getattr_static(module, n, None) is not None]
     register(module, replication, undo)
     before = module.register_forward_pre_hook(_BeforeForward(module, replication), with_kwargs=True, prepend=True)
     undo.callback(before.remove)
     undo.callback(module.register_forward_hook(_AfterForward(module, replication)).remove)
     add_methods(module, {name: getattr(replication, name) for name in _METHODS if name not in kept}, undo)
-
-
-def _has_own(module: Module, name: str) -> bool:
-    """Return True if the module or its class has an attribute of that name; a property is not asked for its value."""
-    return getattr_static(module, name, None) is not None
 
 
 class _ForwardHook(ModuleHook):

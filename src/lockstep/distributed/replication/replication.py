@@ -12,7 +12,7 @@ No attribute of a module is its replication, so that copies and pickles are plai
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
@@ -31,7 +31,7 @@ from lockstep._base.run_all import RunAll
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, resolve_group
-from lockstep.distributed.reduction.module.buffers import Buffer
+from lockstep.distributed.reduction.module.buffers import Buffer, write
 from lockstep.distributed.reduction.module.managed_parameters import Owner
 from lockstep.distributed.reduction.module.selection import Contents, Selection, note_replicated
 from lockstep.distributed.replication.options import Options, input_device, move_to
@@ -252,14 +252,9 @@ class Values(NamedTuple):
         present = [(inner, buffer.assign) for buffer in buffers if (inner := buffer.inner()) is not None]
         values = [*own, *(inner for inner, _ in present)]
         places = [place for place, each in enumerate(values) for _ in each]
-        writers: list[Callable[..., object]] = [partial(_write, targets) for targets in own]
+        writers: list[Callable[..., object]] = [partial(write, targets) for targets in own]
         writers += [assign for _, assign in present]
         return cls(list(chain.from_iterable(values)), places, list(map(len, values)), writers)
-
-
-def _write(targets: Sequence[Tensor], *values: Tensor) -> None:
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
 
 
 @torch.no_grad()

@@ -113,10 +113,10 @@ class Buffer:
         """Set the values of :meth:`inner`: in place, unless a graph may have saved them."""
         targets, tensor = self.writable(), self.current()
         if targets is not None:
-            _write(targets, values)
+            write(targets, *values)
         elif tensor is not None:
             new = torch.empty_like(tensor) if self.is_plain else tensor.detach().clone()
-            _write(inner_tensors(new), values)
+            write(inner_tensors(new), *values)
             new.requires_grad_(tensor.requires_grad)
             for owner, key in self.slots:
                 module = owner()
@@ -124,7 +124,8 @@ class Buffer:
                     module._buffers[key] = new
 
 
-def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def write(targets: Sequence[Tensor], *values: Tensor) -> None:
+    """Write values to as many tensors."""
     for target, value in zip(targets, values, strict=True):
         target.copy_(value)
 

@@ -40,7 +40,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Module, Parameter
 
 from lockstep._base.buckets import TensorSpec, contiguous_stride, dense_stride
-from lockstep._base.compiler import is_in_compiled_backward, outside_compiler
+from lockstep._base.compiler import call_outside, is_in_compiled_backward
 from lockstep._base.devices import is_accelerator
 from lockstep._base.dtensors import local_part, matching_gradient
 from lockstep._base.inner_tensors import check_trained, is_plain
@@ -340,7 +340,7 @@ class HeldHook:
     def __call__(self, parameter: Parameter) -> None:
         """Do nothing, since the gradient may not be reduced yet; without a reducer, call the user's hook at once."""
         if is_compiling() and not is_in_compiled_backward():
-            _run_outside(self, parameter)
+            call_outside(self, parameter)
         elif self._reducer() is None:
             self.run(parameter)
 
@@ -353,11 +353,6 @@ class HeldHook:
         """Return the same hook for another reducer; the user's handle still removes it from the dictionary in which it
         was registered."""
         return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
-
-
-@outside_compiler
-def _run_outside(hook: HeldHook, parameter: Parameter) -> None:
-    hook(parameter)
 
 
 class HookDictionary(OrderedDict[int, Any]):
