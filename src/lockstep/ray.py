@@ -42,7 +42,6 @@ class _Backend(Backend):
 
 
 def _free_address() -> tuple[str, int]:
-    """Return the address of this worker's host, and a port that is free there."""
     address = ray.util.get_node_ip_address()
     with socket.create_server((address, 0)) as server:
         return address, server.getsockname()[1]

@@ -91,7 +91,6 @@ def check(options: Options, processes: Processes, tolerance: float) -> Report:
 
 
 def _check_trained(one: Record) -> None:
-    """Raise :class:`CheckError` if one process has trained nothing that could be compared."""
     before, has_moved = one.weights, False
     for number, step in enumerate(one.steps):
         for name, each in ((step.gradients or {}) | step.weights).items():
@@ -183,7 +182,6 @@ def _of_failure(report: Report, records: Sequence[Record]) -> Report:
 
 
 def _follows(error: str) -> bool:
-    """Return True if an error on one rank follows from another's."""
     last = error.splitlines()[-1]
     return any(each in last for each in ("PeerError", "PeerFailure", "CommunicationError", "Connection closed", "gloo"))
 
@@ -214,7 +212,6 @@ def _later(precision: str, steps: int) -> int:
 
 
 def _of_rows(one: Record, records: Sequence[Record], dropout: str) -> Iterator[Finding]:
-    """Yield what the rows and the random numbers of the ranks say."""
     steps = list(zip(one.steps, *[each.steps for each in records], strict=False))
     counts = {len(each.steps) for each in (one, *records)}
     if len(counts) > 1:
@@ -254,7 +251,6 @@ def _of_tensors(
     comparisons: list[Comparison],
     tolerance: float,
 ) -> Iterator[Finding]:
-    """Yield what the first tensors that differ say."""
     place = next((n for n, each in enumerate(comparisons) if each.differing), None)
     if place is None:
         return

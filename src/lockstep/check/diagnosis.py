@@ -200,7 +200,6 @@ def _where(comparison: Comparison) -> str:
 
 
 def _amount(facts: Facts) -> str:
-    """Return in words how far a tensor is from that of one process."""
     if facts.ratio == 0:
         return "is 0 on every rank"
     if facts.ratio is not None and abs(facts.ratio - 1) > 1e-9:

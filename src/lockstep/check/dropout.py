@@ -35,7 +35,6 @@ class Dropout(TorchDispatchMode):
         self.rows, self.drawn_from = rows, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; draw no mask."""
         if func is not torch.ops.aten.bernoulli_.float:
             return func(*args, **kwargs or {})
         if self.drawn_from is None:

@@ -75,7 +75,6 @@ def _job(folder: Path, number: int) -> Job:
 
 
 def _do(folder: Path, number: int, store: Path) -> NoReturn:
-    """Do the job with this number, write the record beside it, and end the process."""
     log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -149,7 +148,6 @@ class _Recorder:
         return WRAPS[wrap] if isinstance(wrap, str) else wrap.load()
 
     def run(self) -> None:
-        """Train all steps."""
         self.record.weights, self.record.buffers = self._weights(), self._buffers()
         with Dropout(self.options.dropout) as dropout:
             for batch in self._batches():
@@ -167,7 +165,6 @@ class _Recorder:
         self.record.steps.append(self.step)
 
     def _is_whole(self) -> bool:
-        """Return True for a step of the whole batch in one process."""
         job = self.job
         return job.rank is None or (job.alone is not None and len(self.record.steps) < job.alone)
 

@@ -80,7 +80,6 @@ class OpenFile:
         return len(data)
 
     def _add_room(self, error: OSError, needed: int) -> None:
-        """Add to an error how much was to be written, and how much room there is."""
         error.filename = str(self.path)
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(self.path.parent).free

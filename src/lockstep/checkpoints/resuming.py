@@ -318,7 +318,6 @@ class Resuming:
             check_target(entry, manifest.entries[entry.name])
 
     def _read_parts(self, folder: Path, manifest: Manifest, own: bool, own_part: bytes | str | None) -> None:
-        """Read the state of each object to load into, and the plain values under other names."""
         loaded: dict[str, Any] = {"own": {}}
         if own_part is not None:
             loaded = _read(io.BytesIO(own_part) if isinstance(own_part, bytes) else folder / own_part)
@@ -408,7 +407,6 @@ class Resuming:
         return Resumed(manifest.step, self._folder(name), manifest.world_size, values)
 
     def _warn_of_own_parts(self, manifest: Manifest, found: "_Found") -> None:
-        """Warn that each rank's own state is not loaded, and say why."""
         if manifest.world_size != self._ranks.size:
             why = f"saved by {manifest.world_size} rank(s) and resumed by {self._ranks.size}"
         elif found.lost:

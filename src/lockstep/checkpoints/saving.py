@@ -178,7 +178,6 @@ class Saving:
     # ------------------------------------------------------------- what is otherwise for a folder in memory
 
     def _own_run(self) -> str:
-        """Return the run that writes to the folder; called on the first rank only."""
         return lineage_of(self._path).run
 
     def _remember(self) -> None:
@@ -200,7 +199,6 @@ class Saving:
     # --------------------------------------------------------------------------------------------- steps
 
     def _prepare(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Check the state to save, and read it; on the first rank, begin the folder."""
         keep, step = self._keep, self._step
         if operator.index(keep) < 1 or (step is not None and operator.index(step) < 0):
             raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
@@ -228,7 +226,6 @@ class Saving:
         self._check_loadable()
 
     def _check_loadable(self) -> None:
-        """Raise :class:`CheckpointError` for values that could be saved, but not loaded."""
         found = []
         for name, parts in self._parts.items():
             if self._ranks.rank == 0:
@@ -276,7 +273,6 @@ class Saving:
         return StoredFile(file.bytes, file.sha256, self._ranks.rank, self._ranks.host)
 
     def _manifest(self, written: list[dict[str, Any]], leaders: list[int]) -> bytes:
-        """Return the manifest of the files that the ranks have written on this rank's file system."""
         first = self._answers[0]
         manifest = Manifest(
             number=self.number,

@@ -274,7 +274,6 @@ class _CopyingCall:
         return made
 
     def wait(self) -> None:
-        """Return when all copies are complete."""
         for device in self._devices:
             torch.accelerator.current_stream(device).synchronize()
 
@@ -295,7 +294,6 @@ class _CopyingCall:
         return made
 
     def _copy_values(self, tensor: Tensor) -> Tensor:
-        """Return a plain copy of a strided tensor."""
         is_pinned = tensor.device.type != "cpu"
         shape = tensor.dtype, tensor.size(), tensor.stride()
         kind = *shape, is_pinned

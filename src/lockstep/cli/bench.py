@@ -228,7 +228,6 @@ def _build_encoder() -> tuple[Module, Step]:
 
 
 def _devices(first: torch.device, count: int) -> list[torch.device]:
-    """Return the devices of the replicas: accelerators if the model is on one and there are enough of them."""
     if first.type == "cpu":
         return [first] * count
     there = all_accelerators()
@@ -274,7 +273,6 @@ class _Way:
         self._peak = max(0, _memory("VmHWM") - before)
 
     def turn(self, counts: bool) -> None:
-        """Run one step; measure it if it ``counts``."""
         gc.collect()
         begin, host = time.perf_counter(), time.process_time()
         self._run()
@@ -282,7 +280,6 @@ class _Way:
             self._turns.append((time.perf_counter() - begin, time.process_time() - host))
 
     def result(self) -> dict[str, float]:
-        """Return the medians of the turns, and the peak of memory."""
         seconds, host = map(statistics.median, zip(*self._turns, strict=True))
         return {"seconds": seconds, "host_seconds": host, "memory": float(self._peak)}
 

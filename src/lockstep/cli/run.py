@@ -93,7 +93,6 @@ def _file_of_module(name: str) -> str:
 
 
 def _run_here(options: argparse.Namespace) -> int:
-    """Run the program in this process, which is a rank."""
     if options.patch:
         importlib.import_module("lockstep.patch")
     if options.backend:

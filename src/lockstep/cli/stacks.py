@@ -55,7 +55,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(pid: int, ranks: list[RunningRank], seconds: float) -> bool:
-    """Print the activity of one process; return True if it has shown its stacks."""
     for rank in ranks:
         print("\n".join(_heading(rank)))
     try:

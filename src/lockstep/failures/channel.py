@@ -125,7 +125,6 @@ class FailureChannel:
     def _meet_neighbours(
         self, store: Any, host: str, timeout: float
     ) -> tuple[Sequence[Connection], socket.socket | None, Place]:
-        """Connect to both neighbours in the ring."""
         world = len(self.global_ranks)
         if world == 1:
             return [], None, Place(host, socket.gethostname(), os.getpid(), network.LOOPBACK)

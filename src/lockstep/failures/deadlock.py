@@ -158,5 +158,3 @@ def _waits_of(rank: int, reports: Mapping[int, Report]) -> list[str]:
         at = f", called from {wait.place}" if wait.place else ""
         lines.append(f"rank {rank} has waited for {report.seconds:.1f} s in {wait.what}{to_come}{at}")
     return lines
-
-

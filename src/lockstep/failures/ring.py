@@ -230,7 +230,6 @@ class Meeting:
             each.close()
 
     def _place_of(self, rank: int, key: str) -> dict[str, Any] | None:
-        """Return what a rank has written under a key, if it has done so."""
         name = key.format(rank)
         if name not in self._known and self._bounded_store.check([name]):
             self._known[name] = json.loads(self._bounded_store.get(name))

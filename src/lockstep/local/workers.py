@@ -207,18 +207,15 @@ class _Running:
 
     @property
     def ended(self) -> bool:
-        """True if all have ended."""
         return self._all_ended.is_set()
 
     def end(self) -> None:
-        """Record that one has ended."""
         with self._lock:
             self._count -= 1
             if self._count == 0:
                 self._all_ended.set()
 
     def wait(self) -> None:
-        """Wait until all have ended."""
         self._all_ended.wait()
 
     def wait_after(self, interrupt: BaseException) -> None:

@@ -147,7 +147,6 @@ class BalancedSampler(Sampler[list[int]]):
         return torch.randperm(len(self.costs), generator=generator, device="cpu").tolist()
 
     def _batches_of(self, epoch: int) -> list[list[int]]:
-        """Return the samples of each global batch of an epoch."""
         if self._known is None or self._known[0] != epoch:
             self._known = epoch, self._cut(epoch)
         return self._known[1]

@@ -110,7 +110,6 @@ def _collectives_of(module: Module) -> Collectives | None:
 
 
 def _check(tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise :class:`OptionError` for tensors whose rows cannot be gathered."""
     if not tensors:
         raise OptionError("gather_rows() got no tensor; give it a tensor, or nested tensors, with the rows first")
     first, like = tensors[0]
@@ -134,7 +133,6 @@ def _check(tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collectives) -> tuple[list[Tensor], slice]:
-    """Compare the tensors of all ranks, and gather their rows."""
     lines = [Line("the number of tensors given to gather_rows()", str(len(tensors)))]
     lines += [Line(f"{path} given to gather_rows()", _described(t)) for path, t in zip(paths, tensors, strict=True)]
     has_graph = [torch.is_grad_enabled() and each.requires_grad for each in tensors]
@@ -311,7 +309,6 @@ class _GatherRows(Function):
 
     @staticmethod
     def forward(ctx: Any, rows: _Rows, joined: Tensor | None, flags: tuple[bool, ...], *tensors: Tensor) -> Any:
-        """Gather the rows."""
         ctx.set_materialize_grads(False)
         whole = rows.gather(tensors)
         like = tensors[0].new_empty(0)
@@ -336,7 +333,6 @@ class _SumRows(Function):
     def forward(
         ctx: Any, rows: _Rows, like: Tensor, joined: Tensor | None, flags: tuple[bool, ...], *grads: Tensor | None
     ) -> Any:
-        """Exchange the gradients, and sum them."""
         ctx.set_materialize_grads(False)
         ctx.rows, ctx.like, ctx.flags = rows, like, flags
         ctx.given = [grad is not None for grad in grads]

@@ -113,7 +113,6 @@ class _Mean(Function):
 
     @staticmethod
     def forward(ctx: Any, collectives: Collectives, joined: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """All-reduce the tensors."""
         ctx.set_materialize_grads(False)
         parts = [local_part(tensor) for tensor in tensors]
         likes = [part.new_zeros(()).expand(part.shape) for part in parts]

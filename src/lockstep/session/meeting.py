@@ -65,7 +65,6 @@ def meeting_place(environment: Environment, timeout: float) -> Iterator[Any]:
 
 
 def _folder() -> Path:
-    """Return the folder in which rank 0 publishes its port: nobody but this user can write there."""
     root = Path(tempfile.gettempdir())
     try:
         return user_folder(root)
@@ -137,7 +136,6 @@ def _port_in(path: Path) -> int | None:
 
 
 def _store(environment: Environment, timeout: float) -> Any:
-    """Return the store at the address of the environment."""
     addresses = _resolve(environment, timeout)
     if environment.launcher_has_store or environment.rank:
         _wait_for_store(environment, timeout)

@@ -66,7 +66,6 @@ class SessionOptions:
     stop_signals: Sequence[Signals] = STOP_SIGNALS
 
     def __post_init__(self) -> None:
-        """Raise an error that names the argument if a value makes no sense."""
         caller = "session()"
         if self.backend is not None:
             check_backend(self.backend, caller)

@@ -44,7 +44,6 @@ class _Sharding:
         self._seen: list[weakref.ref[Replication]] = []
 
     def check_can_step(self, optimizer: Optimizer) -> None:
-        """Raise :class:`ShardingError` or :class:`OptionError` if this rank cannot take a step."""
         if vars(optimizer)["state"] is not self.shards.shown:
             refuse_change()
         with_gradient = next((each for each in parameters_of(optimizer) if each.grad is not None), None)

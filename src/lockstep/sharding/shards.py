@@ -276,7 +276,6 @@ class Shards:
         self._raise_difference(lines)
 
     def _describe(self, groups: Groups, what: str, takes_gradients: bool) -> list[tuple[str, str]]:
-        """Return the values that have to be the same on all ranks."""
         loaded = "has been loaded" if self.has_loaded else "has not been loaded"
         lines = [("what they do", what), ("the number of parameter groups", str(len(groups)))]
         lines += [("the state since the last step", loaded), ("the parameters and their parts", self.placement.digest)]

@@ -334,7 +334,6 @@ class ShareModule:
     def _receive(
         self, exchange: ShareExchange, reports: Sequence[ShareReport], used: Sequence[bool], averaged: Sequence[int]
     ) -> tuple[Values, dict[int, Tensor]]:
-        """Return the sums over all shares, of the gradients and of the buffers that travelled with them."""
         if any(report.head.is_late for report in reports):
             exchange.send_again()
             self._may_overlap = False

@@ -222,7 +222,6 @@ class ShareExchange:
             self._transports[self._sent - 1].settle()
 
     def _drop(self, number: int) -> None:
-        """Drop the partial sums of a bucket."""
         for terms in self._sums:
             for term in terms:
                 for slot in self.plan.buckets[number].slots:

@@ -54,7 +54,6 @@ class ShareReplication(Replication):
         check_shares(self._shares, group.size(), "replicate()")
 
     def _describe(self, contents: Contents, collectives: Collectives) -> tuple[list[Line], list[int]]:
-        """See :class:`Replication`."""
         devices = {parameter.device for _, parameter in contents.parameters}
         check_repeatable(devices)
         lines = [
@@ -188,7 +187,6 @@ _WITHOUT = {
 
 
 def _check_options(options: Options) -> None:
-    """Raise :class:`OptionError` for options that have no meaning with shares."""
     if options.reduce_dtype is torch.float16:
         raise OptionError(
             "replicate() got reduce_dtype=torch.float16 beside shares: gradients of shares are added before they are "

@@ -43,7 +43,6 @@ def settings_of(devices: Collection[torch.device]) -> dict[str, str]:
 
 
 def _settings_on_cuda() -> dict[str, str]:
-    """Return what selects other kernels on CUDA devices, by name."""
     cuda: Any = torch.backends.cuda  # PyTorch declares some of the names
     cudnn: Any = torch.backends.cudnn
     precisions = cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision

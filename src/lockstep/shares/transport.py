@@ -214,7 +214,6 @@ class _AllToAllTransport(Transport):
 
 
 def _fill(bucket: Bucket, views: Sequence[Tensor], terms: Terms) -> None:
-    """Write a partial sum into its part."""
     *others, last = ([term[slot.index] for slot in bucket.slots] for term in terms)
     for view, value in zip(views, last, strict=True):
         if value is None:

@@ -162,5 +162,3 @@ def disagreement(said: Mapping[str, Sequence[int]]) -> AgreementError:
         f"{'; '.join(lines)}. Every rank has to run the same collectives in the same order, with the same sizes and "
         "dtypes; the group can be used further"
     )
-
-

@@ -237,7 +237,6 @@ _OPS = {int(getattr(dist.ReduceOp, op.name)): op for op in Op}
 
 
 def _op(opts: Any) -> Op:
-    """Return the reduction that PyTorch's options ask for."""
     if opts is None:
         return Op.SUM
     given: Any = getattr(opts, "reduceOp", opts)

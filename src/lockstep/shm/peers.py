@@ -157,7 +157,6 @@ class Peers:
                             self._abort_as(abort)
 
     def _receive_available(self, received: list[bytes], missing: set[int]) -> None:
-        """Receive the messages that have arrived."""
         for peer in tuple(missing):
             message = self._receive(peer)
             if message is not None:

@@ -61,7 +61,6 @@ class _ExitDelay:
         atexit.register(self._delay)
 
     def waited(self) -> None:
-        """Note that a collective has been waited for."""
         self._last = time.monotonic()
 
     def _delay(self) -> None:
@@ -157,7 +156,6 @@ class Collectives:
         self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
 
     def _sender(self, tensor: Tensor, what: str) -> _Sender:
-        """Return what sends a tensor."""
         if not tensor.is_cpu:
             return self._given
         return self._on_cpu or self._find_companion(what)

@@ -269,7 +269,6 @@ class Reducer:
                 self._round.bucket_triggered(index, self._open_passes[-1].snapshot)
 
     def _open(self, watched: "_OpenPass") -> None:
-        """Open the round of a pass that has reached the module."""
         if watched.this.over:
             return  # it has failed in another thread: nobody waits for it any more
         self._check_alive()

@@ -140,7 +140,6 @@ class Round:
                 self._launch_bucket(bucket, None)
 
     def _may_launch(self, bucket: GradientBucket) -> bool:
-        """Return True if a bucket may be sent while backward runs."""
         # Ranks that use different parameters reach a mean inside of the pass at different times.
         if not self._common.is_ready or has_means() or not self._common.modules.exclusive:
             return False

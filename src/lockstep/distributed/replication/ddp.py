@@ -54,7 +54,6 @@ _BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_
 
 
 def _option(name: str) -> Any:
-    """Return a read-only attribute: an option of the wrapper."""
     return property(attrgetter(f"_options.{name}"))
 
 

@@ -53,7 +53,6 @@ class CompatibleReducer(_OfWrapper):
         return False
 
     def _check_reducer_finalized(self) -> None:
-        """Raise :class:`CommunicationError` inside a backward pass that is not over."""
         reducer = self._of()._replication.reducer
         if reducer is not None and reducer.in_backward:
             raise CommunicationError("the backward pass under way has not ended: its gradients are not reduced yet")

@@ -137,5 +137,3 @@ def _open_hook(reducer: Reducer) -> ShadowHook | None:
     link = _contexts.get(reducer)
     hook = None if link is None else link()
     return None if hook is None or hook.ended else hook
-
-

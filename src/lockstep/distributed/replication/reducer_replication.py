@@ -97,7 +97,6 @@ class ReducerReplication(Replication):
     def _synchronise(
         self, contents: Contents, collectives: Collectives, rows: list[list[int]] | None, undo: ExitStack
     ) -> list[Owner]:
-        """Make the reducer."""
         if self.options.process_group is not None:
             _warn_of_one_rank(collectives, self._selection)
         options, scheduler = self.options, scheduler_of(collectives.group)

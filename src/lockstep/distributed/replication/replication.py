@@ -160,7 +160,6 @@ class Replication(ABC):
         """Note that the module's forward has returned these outputs."""
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return inputs on the device of the options."""
         device = input_device(self.options)
         return (args, kwargs) if device is None else (move_to(args, device), move_to(kwargs, device))
 

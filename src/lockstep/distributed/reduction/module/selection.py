@@ -253,7 +253,6 @@ def check_optimizers(named: Callable[[], Iterable[tuple[str, Parameter]]]) -> No
 def _check_devices(
     named: Sequence[tuple[str, Tensor]], device_ids: Sequence[object] | None, output_device: object
 ) -> None:
-    """Raise :class:`OptionError` for invalid combinations of devices."""
     devices = {tensor.device for _, tensor in named}
     kinds = {device.type for device in devices}
     if len(kinds) > 1:
@@ -286,7 +285,6 @@ def _check_scripted(owners: Sequence[tuple[str, Module]]) -> None:
 
 
 def _check_kinds(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise :class:`NotReplicableError` for parameters that cannot be synchronised."""
     for name, parameter in named:
         if parameter.requires_grad and not parameter.is_leaf:
             raise NotReplicableError(f"parameter {name} is not a leaf of autograd; register a Parameter")
