@@ -17,20 +17,21 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ModuleHook:
-    """A hook on one module. Copies and pickles of it do nothing, nor does it for copies of the module that share it."""
+    """A hook on one module: calls ``act`` with what PyTorch gives to a hook, and returns its result.
 
-    def __init__(self, module: Module | None) -> None:
+    Copies and pickles of it do nothing, nor does it for copies of the module that share it.
+    """
+
+    def __init__(self, module: Module | None, act: Callable[..., Any]) -> None:
         self._module = None if module is None else ref(module)
         """None in a copy."""
+        self._act = act
 
-    def belongs_to(self, module: Module) -> bool:
-        """Return True if the hook is to act, for this module."""
-        return self._module is not None and self._module() is module
+    def __call__(self, module: Module, *given: Any) -> Any:
+        return self._act(module, *given) if self._module is not None and self._module() is module else None
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        copied = object.__new__(type(self))
-        ModuleHook.__init__(copied, None)
-        return copied
+    def __deepcopy__(self, memo: Any) -> "ModuleHook":
+        return ModuleHook(None, self._act)
 
     def __reduce__(self) -> Any:
         # It takes any arguments and returns None, and loads without lockstep.

@@ -105,9 +105,19 @@ class Casts:
         """
         if module not in self._hooked and not isinstance(module, ParametrizationList):
             self._hooked[module] = None
-            self._handles.append(module.register_forward_pre_hook(_Enter(module, self)))
-            leave = _Leave(module, self)  # prepended: other hooks see the originals
-            self._handles.append(module.register_forward_hook(leave, always_call=True, prepend=True))
+            link = weakref.ref(self)  # a submodule may outlive the module
+
+            def enter(module: Module, args: Any) -> None:
+                if (casts := link()) is not None:
+                    casts.enter(module)
+
+            def leave(module: Module, args: Any, outputs: Any) -> None:
+                if (casts := link()) is not None:
+                    casts.leave(module)
+
+            self._handles.append(module.register_forward_pre_hook(ModuleHook(module, enter)))
+            last = ModuleHook(module, leave)  # prepended: other hooks see the originals
+            self._handles.append(module.register_forward_hook(last, always_call=True, prepend=True))
 
     def inputs(self, value: Any) -> Any:
         """Return nested inputs with their floating tensors in the dtype of the parameters."""
@@ -195,21 +205,3 @@ def _written(original: Tensor, current: Tensor) -> Tensor:
         return current.to(original.dtype)
     new = torch.where(current == original.to(current.dtype), original, current.to(original.dtype))
     return original.copy_(new) if not original.requires_grad and holders(original) <= 1 else new
-
-
-class _CastsHook(ModuleHook):
-    def __init__(self, module: Module, casts: Casts) -> None:
-        super().__init__(module)
-        self._casts = weakref.ref(casts)
-
-
-class _Enter(_CastsHook):
-    def __call__(self, module: Module, args: Any) -> None:
-        if self.belongs_to(module) and (casts := self._casts()) is not None:
-            casts.enter(module)
-
-
-class _Leave(_CastsHook):
-    def __call__(self, module: Module, args: Any, outputs: Any) -> None:
-        if self.belongs_to(module) and (casts := self._casts()) is not None:
-            casts.leave(module)

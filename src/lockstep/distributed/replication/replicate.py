@@ -136,27 +136,11 @@ def _attach(module: Module, replication: Replication, undo: ExitStack) -> None:
     # The methods of a wrapper are those of its replication, which this one replaces.
     kept = [] if find_replication(module) else [n for n in _METHODS if getattr_static(module, n, None) is not None]
     register(module, replication, undo)
-    before = module.register_forward_pre_hook(_BeforeForward(module, replication), with_kwargs=True, prepend=True)
-    undo.callback(before.remove)
-    undo.callback(module.register_forward_hook(_AfterForward(module, replication)).remove)
+    before = ModuleHook(module, lambda _, args, kwargs: replication.before_forward(args, kwargs))
+    undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+    after = ModuleHook(module, lambda _, args, outputs: replication.after_forward(outputs))
+    undo.callback(module.register_forward_hook(after).remove)
     add_methods(module, {name: getattr(replication, name) for name in _METHODS if name not in kept}, undo)
-
-
-class _ForwardHook(ModuleHook):
-    def __init__(self, module: Module, replication: Replication) -> None:
-        super().__init__(module)
-        self._replication = replication
-
-
-class _BeforeForward(_ForwardHook):
-    def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._replication.before_forward(args, kwargs) if self.belongs_to(module) else None
-
-
-class _AfterForward(_ForwardHook):
-    def __call__(self, module: Module, args: tuple[Any, ...], outputs: Any) -> None:
-        if self.belongs_to(module):
-            self._replication.after_forward(outputs)
 
 
 if TYPE_CHECKING:
