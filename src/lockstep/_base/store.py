@@ -174,7 +174,7 @@ def bounded(function: "Callable[[], T]", seconds: float) -> "T":
 
 
 def in_background(function: "Callable[[], T]") -> "Future[T]":
-    """Return the future of a call that runs on a thread of its own."""
+    """Return the future of a call that runs on a thread of its own, which does not keep an interpreter from ending."""
     call = _Call(lambda _: function())
     threading.Thread(target=call.run, args=(None,), name="lockstep background", daemon=True).start()
     return call.future

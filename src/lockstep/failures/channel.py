@@ -219,10 +219,6 @@ class FailureChannel:
                 return
         callback(self.failure)
 
-    def ranks_with(self, rank: int) -> list[int]:
-        """Return the ranks on the same host as a rank, in order."""
-        return self.hosts.ranks_with(rank)
-
     # ----------------------------------------------------------------------------- what others are told
 
     def report(self, failure: Failure) -> None:
@@ -351,7 +347,7 @@ class FailureChannel:
             lost = f"rank {self.rank} has lost the connection to {place.name}"
             self.report(self.hosts.failure(rank, lost))
         else:
-            if len(self.ranks_with(rank)) > 1:
+            if len(self.hosts.ranks_with(rank)) > 1:
                 self._known.wait(HEARSAY_SECONDS)
             what = f"on another host, {place.name}, while rank {self.rank} was {self.progress.read().where}"
             self.report(Failure(rank, Kind.ENDED, None, "", what))
@@ -402,7 +398,7 @@ class FailureChannel:
             if told.kind is Kind.ENDED:
                 self.ended.add(told.rank)
             elif told.kind is Kind.UNREACHABLE:
-                self.ended.update(self.ranks_with(told.rank))
+                self.ended.update(self.hosts.ranks_with(told.rank))
             self._changed.notify_all()
             if self._known.is_set():
                 return

@@ -419,7 +419,7 @@ class StallWatch:
     def _asked_to_look(self, message: dict[str, Any]) -> None:
         """Look at ranks of this host for another rank: the first one here that can answers for those that cannot."""
         ranks = [rank for rank in message["ranks"] if rank in self._channel.pages]
-        able = set(self._channel.ranks_with(self._channel.rank)) - set(message["ranks"])
+        able = set(self._channel.hosts.ranks_with(self._channel.rank)) - set(message["ranks"])
         if ranks and min(able, default=None) == self._channel.rank:
             threading.Thread(target=self._tell_of, args=(ranks, message["inquiry"]), daemon=True).start()
 

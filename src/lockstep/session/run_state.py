@@ -3,13 +3,12 @@
 import contextlib
 import os
 import secrets
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from lockstep._base.store import BoundedStore, own_connection
+from lockstep._base.store import BoundedStore, in_background, own_connection
 from lockstep.checkpoints import history
 from lockstep.checkpoints.crash_loops import CrashLoops
 from lockstep.checkpoints.files import FileSystem
@@ -57,7 +56,7 @@ class RunState:
         self._timeout = timeout
         self._paths: dict[Path, _OfPath] = {}
         self._paces: dict[str, Pace] = {}
-        self._in_flight: Future[None] | None = None
+        self._in_flight: Future[Path] | None = None
         """The save that a thread writes behind the training, or its error."""
         self._copies = HostCopies()
         self._ended = False
@@ -74,24 +73,10 @@ class RunState:
         if wait:
             saving.write(ranks)
         else:
-            self._write_behind(saving, self._ranks_behind(ranks))
+            make_ranks = self._ranks_behind(ranks)
+            self._in_flight = in_background(lambda: saving.write(make_ranks()))
         known.newest = known.on_disk = saving.number
         return saving.folder
-
-    def _write_behind(self, saving: Saving, ranks: Callable[[], Ranks]) -> None:
-        """Write a save on a thread, where ``ranks`` returns the ranks, which do not use the group."""
-        self._in_flight = written = Future[None]()
-
-        def write() -> None:
-            try:
-                saving.write(ranks())
-            except BaseException as error:
-                written.set_exception(error)
-            else:
-                written.set_result(None)
-
-        # A daemon: an interpreter that ends would wait for any other thread; a session waits by itself.
-        threading.Thread(target=write, name="lockstep saves", daemon=True).start()
 
     def _wait_for_save(self) -> None:
         """Wait until no save is in flight; raise the error of the last one, if it has failed, once."""

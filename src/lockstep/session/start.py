@@ -288,7 +288,7 @@ def _adopt(
 
 def _ask_for_hosts(environment: Environment, channel: FailureChannel) -> Environment:
     """Find by communication what the launcher has not set: the number of this process on its host, of how many."""
-    on_host = channel.ranks_with(channel.rank)
+    on_host = channel.hosts.ranks_with(channel.rank)
     return replace(
         environment,
         local_rank=on_host.index(channel.rank) if environment.local_rank is None else environment.local_rank,

@@ -185,17 +185,6 @@ class ShardedOptimizer(Optimizer, metaclass=_IsSharded):
         _shardings[self].replications = found
 
 
-def _run_mode(optimizer: Optimizer, mode: str, *args: Any, **kwargs: Any) -> Any:
-    """Run ``train()`` or ``eval()`` of an optimizer's class on this rank's part, and gather all weights."""
-    shards, what = shards_of(optimizer), f"{mode}()"
-    with torch.no_grad():
-        shards.prepare_other(optimizer, what, _names(optimizer))
-    result, failure = shards.act(optimizer, lambda given: getattr(type(given), mode)(given, *args, **kwargs))
-    with torch.no_grad():
-        shards.finish(optimizer, what, failure)
-    return result
-
-
 def _state_dict_of(optimizer: Optimizer, state: dict[Any, Any]) -> dict[str, Any]:
     """Return the state dict that the optimizer's class makes of this state, by parameter."""
     present = {id(parameter) for parameter in parameters_of(optimizer)}
@@ -324,8 +313,17 @@ _METHODS = ("clip_grad_norm_", "state_dict", "gathered_state_dict", "load_state_
 
 
 def _mode(mode: str) -> Callable[..., Any]:
+    """Return a method that runs ``train()`` or ``eval()`` of an optimizer's class on this rank's part, and gathers all
+    weights."""
+
     def switch(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return _run_mode(optimizer, mode, *args, **kwargs)
+        shards, what = shards_of(optimizer), f"{mode}()"
+        with torch.no_grad():
+            shards.prepare_other(optimizer, what, _names(optimizer))
+        result, failure = shards.act(optimizer, lambda given: getattr(type(given), mode)(given, *args, **kwargs))
+        with torch.no_grad():
+            shards.finish(optimizer, what, failure)
+        return result
 
     switch.__name__ = mode
     return switch
