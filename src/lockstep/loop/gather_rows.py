@@ -1,6 +1,7 @@
 """``gather_rows()``: the rows of all ranks on each of them, differentiable, for losses that compare rows."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch.autograd import Function
 from torch.nn import Module
 
 from lockstep._base.dtensors import local_part
-from lockstep._base.inner_tensors import is_plain
+from lockstep._base.inner_tensors import as_bytes, is_plain
 from lockstep._base.tree import Tree
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
@@ -191,7 +192,7 @@ class _Rows:
         self.dtypes = dtypes
         self.own_count = counts[collectives.rank]
         self.begins = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
-        self.row_bytes = [dtype.itemsize * _numel(shape) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self.row_bytes = [dtype.itemsize * prod(shape) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def gather(self, tensors: Sequence[Tensor], failed: bool = False) -> list[Tensor]:
         """Return the rows of all ranks of each tensor.
@@ -204,7 +205,7 @@ class _Rows:
         own = flat[self.collectives.rank]
         own[0] = failed
         for start, tensor in zip(starts, tensors, strict=False):
-            part = _as_bytes(tensor)
+            part = as_bytes(tensor)
             own[start : start + len(part)] = part
         self.collectives.all_gather_flat(flat.view(-1), own, _ROWS).wait()
         if not failed:
@@ -256,7 +257,7 @@ class _Rows:
                 if grad is None:
                     parts.append(head.new_zeros(count * self.row_bytes[n]))
                 else:
-                    parts.append(_as_bytes(grad[self.begins[rank] : self.begins[rank + 1]].to(self.dtypes[n])))
+                    parts.append(as_bytes(grad[self.begins[rank] : self.begins[rank + 1]].to(self.dtypes[n])))
             sizes.append(sum(map(len, parts)))
             sent += parts
         length = len(head) + self.own_count * sum(self.row_bytes)
@@ -276,14 +277,6 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
             total += part
         return total
     return _sum([part.float() for part in parts]).to(dtype)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 # -------------------------------------------------------------------------------------- through autograd

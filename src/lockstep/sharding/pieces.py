@@ -67,11 +67,6 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return matching_gradient(parameter.grad, parameter)
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View a flat tensor as bytes."""
-    return tensor.view(torch.uint8)
-
-
 def memory_order(tensor: Tensor) -> list[int]:
     """Return the dimensions of a dense tensor in the order in which its memory goes through them, the slowest
     first."""

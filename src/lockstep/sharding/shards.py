@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from lockstep._base.compiler import calls_compiled, outside_compiler
 from lockstep._base.digests import text_digest
+from lockstep._base.inner_tensors import as_bytes
 from lockstep._base.texts import LONGEST_HEADLINE, shortened
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AgreementError, PeerError, ShardingError
 from lockstep.sharding.granularity import Granularity, is_known
-from lockstep.sharding.pieces import as_bytes, flat_gradient, is_like
+from lockstep.sharding.pieces import flat_gradient, is_like
 from lockstep.sharding.placement import Groups, Placement
 from lockstep.sharding.promises import RandomNumbers, check_slices
 from lockstep.sharding.reduced import LateNumber, digests_of_gradients, number_of_gradients

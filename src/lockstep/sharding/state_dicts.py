@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lockstep._base.dtensors import is_dtensor, like_parameter
+from lockstep._base.inner_tensors import as_bytes
 from lockstep._base.tree import tree_map
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import LayoutError, ShardingError
 from lockstep.sharding.partition import Piece
-from lockstep.sharding.pieces import as_bytes, flat, in_order, is_same_order, memory_order, plain
+from lockstep.sharding.pieces import flat, in_order, is_same_order, memory_order, plain
 from lockstep.sharding.placement import OwnPiece, Placement
 from lockstep.sharding.shown_state import is_of_elements
 from lockstep.sharding.state_slice import StateSlice

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lockstep._base.inner_tensors import as_bytes
 from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -64,8 +65,7 @@ class MeanInHalf(ABC):
     def done(self) -> bool:
         """Return True if :meth:`wait` does not have to wait for another rank."""
 
-    @abstractmethod
-    def gather(self) -> None:
+    def gather(self) -> None:  # noqa: B027, most have nothing to do
         """Start to exchange means, if ranks have only slices of them. All ranks do it in the same order, or none."""
 
     def _add(self, rows: Tensor, tensor: Tensor) -> None:
@@ -126,9 +126,6 @@ class _InSharedMemory(MeanInHalf):
     def done(self) -> bool:
         return self._pending.done()
 
-    def gather(self) -> None:
-        pass  # every rank has all
-
 
 class _Whole(MeanInHalf):
     def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
@@ -144,7 +141,7 @@ class _Whole(MeanInHalf):
         ranks = self._collectives
         own = rows[ranks.rank].copy_(self._tensor[piece])
         ranks.comm_stats.reduces(own)
-        return ranks.all_gather_flat(_as_bytes(rows), _as_bytes(own), self._what)
+        return ranks.all_gather_flat(as_bytes(rows), as_bytes(own), self._what)
 
     def wait(self) -> None:
         for piece, rows, pending in zip(self._pieces, self._rows, self._pending, strict=True):
@@ -155,9 +152,6 @@ class _Whole(MeanInHalf):
 
     def done(self) -> bool:
         return all(pending.done() for pending in self._pending)
-
-    def gather(self) -> None:
-        pass  # every rank has all
 
 
 class _InSlices(MeanInHalf):
@@ -171,7 +165,7 @@ class _InSlices(MeanInHalf):
         self._sent[: len(tensor)].copy_(tensor)
         collectives.comm_stats.reduces(self._sent)
         sizes = [self._slice * half.itemsize] * ranks
-        self._pending = collectives.all_to_all(_as_bytes(self._rows), _as_bytes(self._sent), sizes, sizes, what)
+        self._pending = collectives.all_to_all(as_bytes(self._rows), as_bytes(self._sent), sizes, sizes, what)
         self._gathering: list[Pending] = []
 
     def wait(self) -> None:
@@ -183,7 +177,7 @@ class _InSlices(MeanInHalf):
         return self._pending.done()
 
     def gather(self) -> None:
-        means, whole = _as_bytes(self._rows[0]), _as_bytes(self._sent)  # where it was sent from
+        means, whole = as_bytes(self._rows[0]), as_bytes(self._sent)  # where it was sent from
         self._gathering.append(self._collectives.all_gather_flat(whole, means, f"means, {self._what}"))
 
     def finish(self) -> None:
@@ -191,7 +185,3 @@ class _InSlices(MeanInHalf):
             pending.wait()
         self._tensor.copy_(self._sent[: len(self._tensor)])
         super().finish()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
