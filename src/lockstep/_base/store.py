@@ -21,6 +21,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep._base import network
+from lockstep._base.texts import first_line
 from lockstep.errors import CommunicationError
 
 T = TypeVar("T")
@@ -257,5 +258,5 @@ def _lost(seconds: float) -> StoreLostError:
 
 
 def _failed(error: BaseException) -> StoreLostError:
-    gist = (str(error) or type(error).__name__).splitlines()[0]
+    gist = first_line(error)
     return StoreLostError(f"the store at which the ranks meet is lost: {gist}")

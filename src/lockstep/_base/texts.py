@@ -1,4 +1,4 @@
-"""PURE: texts of messages: shortened ones, and ranks in words."""
+"""PURE: texts of messages: shortened ones, first lines of errors, and ranks in words."""
 
 from collections.abc import Iterable
 
@@ -14,6 +14,11 @@ def shortened(text: str, longest: int) -> str:
         return text
     half = longest // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

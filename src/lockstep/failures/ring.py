@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep._base import network
 from lockstep._base.store import BoundedStore, address_towards
-from lockstep._base.texts import ranks_in_words
+from lockstep._base.texts import first_line, ranks_in_words
 from lockstep.errors import CommunicationError
 from lockstep.failures.failure import Kind
 
@@ -351,7 +351,7 @@ def absent(ranks: Sequence[int], world: int, timeout: float) -> str:
 
 def store_lost(rank: int, world: int, error: BaseException) -> CommunicationError:
     """Return the error to raise where the store at which ranks meet is gone."""
-    gist = (str(error) or type(error).__name__).splitlines()[0]
+    gist = first_line(error)
     return CommunicationError(
         f"rank {rank}: the process that hosts the store has ended before all {world} ranks had met: that is rank 0, "
         f"unless a launcher hosts it. Look at its errors ({gist})"

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep._base import network
 from lockstep._base.store import BoundedStore, StoreLostError, bounded, own_connection
+from lockstep._base.texts import first_line
 from lockstep._base.user_folder import user_folder
 from lockstep.errors import CommunicationError
 from lockstep.session.environment import Environment
@@ -208,7 +209,7 @@ def _wait_for_store(environment: Environment, timeout: float) -> None:
 
 def _no_store(environment: Environment, timeout: float, error: Exception) -> CommunicationError:
     host = "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
-    gist = (str(error) or type(error).__name__).splitlines()[0]
+    gist = first_line(error)
     return CommunicationError(
         f"rank {environment.rank}: {host}, at whose store {environment.address}:{environment.port} the ranks meet, did "
         f"not come within {timeout:g} s, or has ended since ({gist}); look at the errors of that process, and whether "

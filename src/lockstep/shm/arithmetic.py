@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lockstep._base.texts import first_line
 from lockstep.errors import OptionError
 from lockstep.shm.messages import Op
 
@@ -93,6 +94,6 @@ def check(op: Op, dtype: torch.dtype) -> None:
             divide(result, 2)
     except (RuntimeError, TypeError, ValueError) as error:  # which one depends on the version
         raise OptionError(
-            f"the shm process group cannot reduce {dtype} with {op.name}: {str(error).splitlines()[0]}; use another "
+            f"the shm process group cannot reduce {dtype} with {op.name}: {first_line(error)}; use another "
             "operation, or convert the tensor first"
         ) from error

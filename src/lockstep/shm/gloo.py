@@ -21,6 +21,7 @@ from torch import Tensor
 from lockstep._base.compiler import outside_compiler
 from lockstep._base.forked_groups import keep_in_forks
 from lockstep._base.network import is_loopback
+from lockstep._base.texts import first_line
 from lockstep.errors import CommunicationError
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
 from lockstep.shm.constants import GRACE_SECONDS, LIVENESS_SECONDS
@@ -64,7 +65,7 @@ def wait_for(work: Any, group: Any, algorithm: Algorithm) -> None:
         while time.monotonic() < until:  # Gloo may be the first to notice a death, and does not know whose
             algorithm.check_alive()
             time.sleep(LIVENESS_SECONDS / 10)
-        raise CommunicationError(f"Gloo, beside the shm process group: {str(error).splitlines()[0]}") from error
+        raise CommunicationError(f"Gloo, beside the shm process group: {first_line(error)}") from error
 
 
 _idle: "list[queue.SimpleQueue[Callable[[], object]]]" = []
@@ -154,7 +155,7 @@ class MessageWork(dist.Work):
         try:
             yield
         except RuntimeError as error:
-            raise self._error(str(error).splitlines()[0]) from error
+            raise self._error(first_line(error)) from error
 
     def _error(self, gist: str) -> CommunicationError:
         return CommunicationError(

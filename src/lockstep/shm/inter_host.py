@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep._base.store import BoundedStore, StoreLostError
+from lockstep._base.texts import first_line
 from lockstep.errors import CommunicationError
 from lockstep.shm.arithmetic import Reduction
 from lockstep.shm.constants import FAILURE_KEY, GLOO_DTYPES, GRACE_SECONDS, LIVENESS_SECONDS
@@ -168,7 +169,7 @@ class InterHost:
             work.wait()
         except RuntimeError as error:
             del work  # it would keep the connections open
-            raise CommunicationError(self._reason_of_loss(str(error).splitlines()[0])) from error
+            raise CommunicationError(self._reason_of_loss(first_line(error))) from error
 
     def _reason_of_loss(self, gist: str) -> str:
         """Say why another host is gone, in the words of its ranks if they could still write them."""

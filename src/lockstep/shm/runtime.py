@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep._base import network
 from lockstep._base.store import ANSWER_SECONDS, in_background
+from lockstep._base.texts import first_line
 from lockstep.errors import CommunicationError
 from lockstep.shm.constants import LIVENESS_SECONDS
 from lockstep.shm.gloo import make_gloo_group
@@ -159,7 +160,7 @@ class Runtime:
 
 
 def _not_made(error: RuntimeError) -> CommunicationError:
-    gist = (str(error) or type(error).__name__).splitlines()[0]
+    gist = first_line(error)
     text = f"the shm process group cannot be made: {gist}"
     if "connectFullMesh" in gist:
         text += f". If the hosts cannot reach each other under the addresses in it, {network.SET_INTERFACE}"
