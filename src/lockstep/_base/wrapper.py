@@ -31,7 +31,7 @@ class ModuleHook:
         return self._act(module, *given) if self._module is not None and self._module() is module else None
 
     def __deepcopy__(self, memo: Any) -> "ModuleHook":
-        return ModuleHook(None, self._act)
+        return ModuleHook(None, lambda *_: None)  # not what it calls, which a copy of the module would keep alive
 
     def __reduce__(self) -> Any:
         # It takes any arguments and returns None, and loads without lockstep.
