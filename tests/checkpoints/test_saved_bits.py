@@ -109,6 +109,7 @@ def third_part(rank, kind, folder):
     return run.digests()
 
 
+@pytest.mark.around
 def test_two_stops_each_with_new_processes(tmp_path):
     kind: dict = {}
     run_processes(2, first_part, kind, tmp_path / "run")

@@ -1688,6 +1688,7 @@ def test_one_network_in_several_threads(devices, first):
     assert parallel.statistics().calls["build"] == 1
 
 
+@pytest.mark.around
 def test_a_network_that_has_replicas_loads_where_there_is_no_lockstep(tmp_path):
     network = nn.Linear(2, 1)
     replicate(network, [CPU, CPU])

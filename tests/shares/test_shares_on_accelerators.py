@@ -57,6 +57,7 @@ def in_processes(rank, model):
     )
 
 
+@pytest.mark.around
 @pytest.mark.parametrize("model", MODELS)
 def test_the_same_bits_in_processes_that_share_memory(model):
     alone = run_processes(1, in_processes, model, device="sim")
