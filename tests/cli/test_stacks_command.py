@@ -88,14 +88,17 @@ def test_all_processes_of_a_run_are_shown_and_those_that_cannot_show_their_stack
     assert "is stopped" in outcome.stderr[three:]
 
 
+OWN = f"letters of {os.getpid()}"  # other processes of the tests have runs, too
+
+
 def test_an_unknown_process_and_an_unknown_run(capsys):
     code, out, err = shown(capsys, 4194305)
     assert (code, out, err) == (1, "", "lockstep: there is no process 4194305 on this host; it may have ended\n")
-    with in_a_session("letters"):
+    with in_a_session(OWN):
         code, out, err = shown(capsys, "no such run")
     assert (code, out) == (1, "")
     assert "this user has no run 'no such run' on this host. Runs on this host: " in err
-    assert f"letters (rank 0: process {os.getpid()})" in err
+    assert f"{OWN} (rank 0: process {os.getpid()})" in err
 
 
 def test_a_process_without_a_session_and_one_that_has_ended(capsys):
@@ -128,10 +131,10 @@ def test_a_process_of_another_user(tmp_path):
 
 
 def test_without_a_target_the_runs_are_listed(capsys):
-    with in_a_session("letters", 0, 2), in_a_session("letters", 1, 2):
+    with in_a_session(OWN, 0, 2), in_a_session(OWN, 1, 2):
         code, out, _ = shown(capsys)
     assert code == 0
-    assert f"letters (rank 0: process {os.getpid()}, rank 1: process {os.getpid()})" in out
+    assert f"{OWN} (rank 0: process {os.getpid()}, rank 1: process {os.getpid()})" in out
 
 
 def test_a_wrong_call_is_told_from_a_failure(capsys):

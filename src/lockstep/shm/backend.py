@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
-from lockstep.shm.gloo import CollectivesOfGloo
+from lockstep.shm.gloo import CollectivesOfGloo, MessageWork
 from lockstep.shm.group import ProcessGroupShm
 from lockstep.shm.many_hosts import Algorithm
 from lockstep.shm.native import NativeCollectives
@@ -53,6 +53,9 @@ class BackendShm(NativeCollectives, CollectivesOfGloo, _Backend):
 
     def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
         return self._group._begin(what, run, outputs, opts)
+
+    def _message(self, begin: Callable[[Any], Any], tensors: list[Tensor], what: str, other: int | None) -> MessageWork:
+        return self._group._message(begin, tensors, what, other)
 
     def _gloo_group(self) -> Any:
         return self._group._gloo_group()
