@@ -14,6 +14,7 @@ from torch import nn
 
 import lockstep
 import sim as simulator
+from lockstep._base.devices import accelerator, wait_for_accelerator
 from lockstep.errors import DeviceError, PeerFailure
 from processes import be_launched, run_processes
 
@@ -100,6 +101,16 @@ def end_with_the_device_at_work(rank):
             mock.patch.object(torch.accelerator, "current_stream", return_value=Stream(rank.rank == 1)).start()
     except (RuntimeError, PeerFailure) as error:
         return str(error).partition("\n")[0]
+
+
+def end_with_a_device_that_cannot_tell(rank):
+    assert accelerator() is not None  # and it stays known
+    with mock.patch.object(torch, "get_device_module", return_value=object()):
+        wait_for_accelerator(lambda: None)
+
+
+def test_a_device_whose_module_does_not_say_if_it_is_in_use_is_not_waited_for():
+    run_processes(1, end_with_a_device_that_cannot_tell, device="sim")
 
 
 def test_what_the_device_says_at_the_end_of_a_session_is_told_to_all():

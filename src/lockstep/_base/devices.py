@@ -53,8 +53,9 @@ def wait_for_accelerator(check: Callable[[], object]) -> None:
     ranks take part, so it may never end.
     """
     found = accelerator()
-    if found is None or not torch.get_device_module(found.type).is_initialized():
-        return
+    is_initialized = found and getattr(torch.get_device_module(found.type), "is_initialized", None)
+    if not (is_initialized and is_initialized()):
+        return  # this process has not used it, or cannot tell, as with MPS
     stream, seconds = torch.accelerator.current_stream(), _FIRST_LOOK
     while not stream.query():
         check()

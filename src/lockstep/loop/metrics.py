@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep._base.devices import CPU
 from lockstep._base.digests import text_digest
 from lockstep._base.tree import Leaf, Tree
 from lockstep.distributed.comm.agreement import Line, all_gather_object, first_differing, objects_of
@@ -18,7 +19,6 @@ from lockstep.errors import AgreementError, OptionError
 from lockstep.phases import Phases
 
 T = TypeVar("T")
-_CPU = torch.device("cpu")
 _DIGEST_BITS = 64
 _AT_ONCE = 64
 """Numbers that travel with the comparison of what ranks pass; further ones take a second all-reduce."""
@@ -120,7 +120,7 @@ class _Sums(NamedTuple):
     def build(self, numbers: Tensor) -> Any:
         """Return numbers in the structure of the values that were given."""
         pieces = numbers.cpu().split([part.values.numel() for part in self.parts])
-        homes = [_CPU if part.tensor is None else part.tensor.device for part in self.parts]
+        homes = [CPU if part.tensor is None else part.tensor.device for part in self.parts]
         pieces = _move_together(pieces, homes)
         return self.tree.build([part.like(piece) for part, piece in zip(self.parts, pieces, strict=True)])
 
