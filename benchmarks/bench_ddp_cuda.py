@@ -72,6 +72,7 @@ def main() -> None:
         ("--steps", {"type": int, "default": 10, "help": "steps a turn (default 10)"}),
         ("--nccl", {"nargs": "+", "default": ["nccl"], "help": "names of PyTorch's backends for NCCL (default nccl)"}),
         ("--share-gpu", {"action": "store_true", "help": "two ranks over NCCL, too, which takes NCCL 2.30"}),
+        ("--ranks", {"nargs": "+", "type": int, "choices": [1, 2], "default": [1, 2], "help": "one, two (or both)"}),
     )
     args = arguments(__doc__, 20, *options)
     device, nccl = ("cuda:0", args.nccl) if torch.cuda.is_available() else ("cpu", ["gloo"])
@@ -79,6 +80,8 @@ def main() -> None:
     over_nccl = [(f"one rank, {name}", name, 1) for name in nccl]
     over_nccl += [(f"two ranks, {name}", name, 2) for name in nccl if args.share_gpu]
     for where, backend, world in (*over_nccl, ("two ranks, gloo", "gloo", 2)):
+        if world not in args.ranks:
+            continue
         for name, task in gpu_tasks(args.quick).items():
             if args.models and name not in args.models:
                 continue

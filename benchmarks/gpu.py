@@ -262,7 +262,8 @@ def describe(kit: Kit) -> list[str]:
         except (OSError, subprocess.SubprocessError) as error:
             lines.append(f"nvidia-smi: {error}")
         if dist.is_nccl_available():
-            lines.append(f"NCCL {'.'.join(map(str, nccl_version()))}, " + " ".join(SEVERAL_RANKS))
+            settings = " ".join(map("=".join, SEVERAL_RANKS.items()))
+            lines.append(f"NCCL {'.'.join(map(str, nccl_version()))}, {settings}")
     else:
         lines.append(f"a trial of the kit without a GPU (--device {kit.kind}): nothing here is a measurement")
     return lines

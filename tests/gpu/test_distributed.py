@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 import lockstep
 from lockstep.errors import OptionError, OutOfSyncError
-from one_gpu import CYCLES, LIMIT
+from one_gpu import CYCLES, LIMIT, LONG
 from processes import run_processes
 
 MIB = 1 << 20
@@ -220,7 +220,7 @@ def do_not_wait(rank):
         for _ in range(4):  # the plan settles, and whatever is allocated is there
             step()
         torch.cuda.synchronize()
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(LONG)
         step()
         assert not torch.cuda.current_stream().query(), "the host has waited for the GPU in backward"
         torch.cuda.synchronize()

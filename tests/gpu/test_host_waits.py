@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import lockstep
 from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
 from lockstep.sharding import shard_optimizer
-from one_gpu import CYCLES, LIMIT, NCCL, allows_several_ranks, place_of
+from one_gpu import CYCLES, LIMIT, LONG, NCCL, allows_several_ranks, place_of
 from processes import run_processes
 
 
@@ -109,7 +109,7 @@ def sharded_step(rank):
         model(torch.full((2, 256), step + 1.0, device=device)).square().mean().backward()
         if step == 5:
             torch.cuda.synchronize()
-            torch.cuda._sleep(CYCLES)
+            torch.cuda._sleep(LONG)
         optimizer.step()
     assert not torch.cuda.current_stream().query(), "the host has waited for the GPU in step()"
     torch.cuda.synchronize()
@@ -131,7 +131,7 @@ def step_of_shares(rank):
         optimizer.zero_grad()
         if number == 5:
             torch.cuda.synchronize()
-            torch.cuda._sleep(CYCLES)
+            torch.cuda._sleep(LONG)
         for (x,) in batch:
             model(x.pin_memory().to(device, non_blocking=True)).square().sum().backward()
         optimizer.step()

@@ -166,6 +166,18 @@ def test_neither_large_nor_sparse_gradients_carry():
         assert not only.can_hold_report
 
 
+def test_on_an_accelerator_only_gradients_of_a_buckets_size_travel_alone():
+    sizes = [24 * MIB, 25 * MIB, 8 * MIB, 8 * MIB, 8 * MIB]
+    on_gpu = [spec(size, name=f"p{i}", device="cuda:0") for i, size in enumerate(sizes)]
+    plan = plan_reduction(on_gpu, range(5))
+    kinds = {bucket.indices: bucket.kind for bucket in plan.buckets}
+    assert kinds == {(0,): Kind.FLAT, (1,): Kind.SINGLE, (2, 3, 4): Kind.FLAT}
+
+    plan = plan_reduction(on_gpu, range(5), [30 * MIB])
+    assert indices(plan) == [[0], [1], [2, 3, 4]]
+    assert {bucket.kind for bucket in plan.buckets} == {Kind.FLAT}
+
+
 # ------------------------------------------------------------------------------------ the layout
 
 

@@ -69,8 +69,9 @@ def replicate(
     Communicates, at the beginning, one small all-gather, in which the ranks compare names, order, shapes, dtypes and
     options, broadcasts of rank 0's values in buckets of 10 MiB, and a second small all-gather, in which the ranks tell
     each other that they have managed. Each backward communicates one all-reduce for each bucket of gradients, while the
-    rest of backward runs. A bucket has 25 MiB, the first one 1 MiB (not on ``shm``). A gradient of at least 4 MiB is
-    sent without a bucket. The last all-reduce also carries the parameters that were used, small buffers, and failures.
+    rest of backward runs. A bucket has 25 MiB, the first one 1 MiB (not on ``shm``). A gradient of at least 4 MiB
+    (on an accelerator: of a bucket's size) is sent without a bucket. The last all-reduce also carries the parameters
+    that were used, small buffers, and failures.
 
     ``torch.autograd.grad`` returns the gradients of this rank alone, and gradients from ``backward(create_graph=True)``
     have no graph: use :func:`lockstep.loop.mean_over_ranks`.

@@ -44,7 +44,7 @@ from lockstep._base.buckets import Bucket
 from lockstep._base.dtensors import is_dtensor, like_parameter, local_part
 
 grad_of = attrgetter("grad")
-_version_of = attrgetter("_version")
+_version_of, _data_of = attrgetter("_version"), attrgetter("data")
 
 
 class GradientSnapshot:
@@ -225,6 +225,8 @@ class GradientMemory:
 
     def _gradients(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that parameters get: with the memory of the views, but each with its own version."""
+        if not self._has_dtensors:
+            return list(map(_data_of, views))
         return [like_parameter(view.data, p) for p, view in zip(self._parameters, views, strict=True)]
 
     def _readopt(self, current: Sequence[Tensor | None]) -> None:
