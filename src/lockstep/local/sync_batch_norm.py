@@ -30,9 +30,10 @@ class SyncBatchNorm(_BatchNorm):
     :class:`~lockstep.DataParallel` every replica gets the same mean and variance as one device would with the whole
     batch, forward and backward, and the same running statistics. Outside, and in ``eval()``, it is plain batch
     normalisation. Communicates, in training, count, mean and variance (2 C + 1 numbers) from each replica to each
-    other. Every replica must call the same of these modules in the same order; if one does not, all raise an error.
-    Inside another DataParallel, statistics are over all rows of the outermost one. In a checkpointed segment of a
-    replica it is an error (:class:`~lockstep.errors.NotReplicableError`); around the whole DataParallel it is right.
+    other. Inputs in half precision are kept in float32 for backward. Every replica must call the same of these modules
+    in the same order; if one does not, all raise an error. Inside another DataParallel, statistics are over all rows of
+    the outermost one. In a checkpointed segment of a replica it is an error
+    (:class:`~lockstep.errors.NotReplicableError`); around the whole DataParallel it is right.
     Stands for ``torch.nn.SyncBatchNorm``, which needs a process group.
 
     >>> import torch, lockstep
