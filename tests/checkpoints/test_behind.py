@@ -201,6 +201,35 @@ def test_a_failure_on_one_rank_is_one_on_all(tmp_path):
     assert run_ranks(2, fail_behind, dist.HashStore(), tmp_path / "run") == [[]] * 2
 
 
+class CountedStore:
+    """A store that notes which values are read of it."""
+
+    def __init__(self, store):
+        self.store, self.read = store, []
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def get(self, key):
+        self.read.append(key)
+        return self.store.get(key)
+
+
+def tell_all(rank, store):
+    counted = CountedStore(store)
+    ranks = by_store(rank, counted)
+    told = [ranks.tell(value, "save()") for value in (rank.rank // 2, None, {"of": rank.rank})]
+    return told, counted.read
+
+
+def test_each_rank_reads_one_value_in_an_exchange():
+    store = dist.HashStore()
+    for told, reads in run_ranks(4, tell_all, store):
+        assert told == [[0, 0, 1, 1], [None] * 4, [{"of": rank} for rank in range(4)]]
+        assert reads == ["0 of all", "1 of all", "2 of all"]
+    assert store.get("0 of all") == b'[["0", 2], ["1", 2]]'  # of neighbours that say the same, once
+
+
 def test_a_rank_that_does_not_answer_behind_the_training():
     def call(rank):
         if rank.rank == 0:

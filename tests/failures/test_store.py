@@ -40,6 +40,13 @@ def test_the_search_finds_calls():
     assert store_calls(source) == ["self._store.check([key])", "prefix_store.get(key)"]
 
 
+def test_values_of_a_store_that_gives_one_at_a_time(tmp_path):
+    store = BoundedStore(dist.FileStore(str(tmp_path / "store"), 1))
+    for key in "abc":
+        store.set(key, key * 2)
+    assert store.get_all(["c", "a"]) == ["cc", "aa"]
+
+
 def test_no_store_is_called_without_a_limit():
     files = [file for file in SOURCE.rglob("*.py") if file != SOURCE / "_base" / "store.py"]
     assert len(files) > 100
@@ -53,6 +60,7 @@ def test_keys_and_values():
     assert store.compare_set("key", "", "second") == "first"
     store.set("other", "value")
     assert store.get("other") == "value"
+    assert store.get_all(["other", "key"]) == ["value", "first"]
     assert store.wait(["key", "other"], 1.0)
     assert not store.wait(["missing"], 0.05)
     found, seen = [], threading.Event()

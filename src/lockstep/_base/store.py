@@ -71,6 +71,15 @@ class BoundedStore:
         """Return an existing value."""
         return self._call(lambda store: _text(store.get(key)))
 
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """Return existing values, with one request if the store can."""
+
+        def get_all(store: Any) -> list[str]:
+            values = store.multi_get(list(keys)) if store.has_extended_api() else map(store.get, keys)
+            return list(map(_text, values))
+
+        return self._call(get_all)
+
     def delete(self, key: str) -> None:
         """Remove a value, if the store can."""
 

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Ranks:
             result = step()
         except BaseException as error:
             problem = error
-        answer = {"host": self.host, "result": result, "error": "" if problem is None else _describe(problem)}
+        answer = {"result": result} if problem is None else {"host": self.host, "error": _describe(problem)}
         try:
             answers = self.tell(answer, what)
         except Exception as error:
@@ -61,7 +62,7 @@ class Ranks:
                 )
             raise
         self._met = True
-        failed = [(name, each) for name, each in zip(self.names, answers, strict=True) if each["error"]]
+        failed = [(name, each) for name, each in zip(self.names, answers, strict=True) if "error" in each]
         with self.in_unison():
             if problem is not None and not isinstance(problem, Exception):
                 raise problem
@@ -131,8 +132,9 @@ def _describe(error: BaseException) -> str:
 class RanksByStore(Ranks):
     """The ranks of a group, which communicate through a store: for a thread beside the thread that uses the group.
 
-    ``check`` raises if another rank has failed, or the session has given up. ``timeout`` is the number of seconds to
-    wait for a rank.
+    Each rank writes one value and reads one: the first rank collects the values, and writes them together, equal ones
+    of neighbours once. ``check`` raises if another rank has failed, or the session has given up. ``timeout`` is the
+    number of seconds to wait for a rank.
     """
 
     def __init__(self, ranks: Ranks, store: BoundedStore, check: Callable[[], object], timeout: float) -> None:
@@ -151,21 +153,33 @@ class RanksByStore(Ranks):
         """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
-        keys = [f"{self._round} of {rank}" for rank in range(self.size)]
-        self._bounded_store.set(keys[self.rank], json.dumps(value))
-        self._wait(keys, what)
+        bounded_store = self._bounded_store
+        keys, together = self._keys()
+        bounded_store.set(keys[self.rank], json.dumps(value))
+        if self.rank == 0:
+            self._wait(keys, what)
+            texts = groupby(bounded_store.get_all(keys))
+            bounded_store.set(together, json.dumps([[text, len(list(same))] for text, same in texts]))
+        else:
+            self._wait([together], what)
+        told = [(json.loads(text), count) for text, count in json.loads(bounded_store.get(together))]
         self._round += 1
-        return [json.loads(self._bounded_store.get(key)) for key in keys]
+        return [value for value, count in told for _ in range(count)]
+
+    def _keys(self) -> tuple[list[str], str]:
+        """Return the keys of this round: of each rank's value, and of all together."""
+        return [f"{self._round} of {rank}" for rank in range(self.size)], f"{self._round} of all"
 
     def _wait(self, keys: list[str], what: str) -> None:
         until, pause = time.monotonic() + self._timeout, SHORTEST_WAIT
         while not self._bounded_store.check(keys):
             self._check()
             if time.monotonic() > until:
-                named = zip(self.names, keys, strict=True)
+                named = zip(self.names, self._keys()[0], strict=True)
                 late = [str(name) for name, key in named if not self._bounded_store.check([key])]
                 raise CommunicationError(
-                    f"{what}, behind the training: rank {', '.join(late)} has not answered within {self._timeout:g} s"
+                    f"{what}, behind the training: rank {', '.join(late or [str(self.names[0])])} has not answered "
+                    f"within {self._timeout:g} s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_WAIT)
