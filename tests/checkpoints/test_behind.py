@@ -294,6 +294,7 @@ def save_without_a_store(rank, port, pid, folder):
     return str(raised.value)
 
 
+@pytest.mark.around
 def test_a_store_that_was_killed_meanwhile(tmp_path):
     code = (
         "import torch.distributed as dist, signal; "

@@ -117,6 +117,7 @@ class Twice(nn.Sequential):
         return 2 * self(x)
 
 
+@pytest.mark.around
 def test_whatever_is_called(of):
     theirs, ours = of
     assert [[*each.values()] for each in theirs] == [[[r], [r], [2 * r], [r]] for r in (1.0, 2.0)]  # never synchronised

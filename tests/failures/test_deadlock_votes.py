@@ -74,7 +74,7 @@ class Network:
                 self.deliver(waiting[0])
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.around) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.around) for seed in (1, 2, 3))])
 def test_late_messages_give_no_alarm_and_all_alarms(seed):
     rng = random.Random(seed)
     for _ in range(500):

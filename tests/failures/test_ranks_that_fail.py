@@ -383,6 +383,7 @@ def test_a_child_that_runs_backward_is_told_and_does_not_take_its_parents_place(
     assert run_processes(2, trains_in_a_child, backend=backend) == [(3, [[3.0, 3.0, 3.0]])] * 2
 
 
+@pytest.mark.around
 def test_a_forked_process_that_collects_garbage_at_once_destroys_no_group_of_its_parent():
     """Its copies of groups have no threads; a function of another library may be the first that runs in it."""
     program = """

@@ -131,6 +131,7 @@ def busy(rank):
     return batches, took, read, met
 
 
+@pytest.mark.around
 def test_a_process_that_is_asked_goes_on_undisturbed():
     batches, took, read, met = run_processes(2, busy)[1]
     assert batches == [4.0] * 16

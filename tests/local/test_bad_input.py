@@ -600,7 +600,8 @@ def test_ctrl_c_ends_a_forward_at_once(python):
 IN_FORWARD, AT_A_MEETING = ["meet"], ["meet", "again"]
 
 
-@pytest.mark.parametrize("where", [IN_FORWARD, pytest.param(AT_A_MEETING, marks=pytest.mark.around)])
+@pytest.mark.around
+@pytest.mark.parametrize("where", [IN_FORWARD, AT_A_MEETING])
 def test_ctrl_c_waits_for_the_workers(python, where):
     """The first replica, which runs in the main thread, ends at once."""
     run = python(CTRL_C, *where)

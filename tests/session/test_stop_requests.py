@@ -280,6 +280,7 @@ def ends_with_a_stuck_worker(rank):
     return pid
 
 
+@pytest.mark.around
 def test_a_stuck_worker_does_not_keep_the_program_from_ending():
     [pid] = run_processes(1, ends_with_a_stuck_worker)
     assert not os.path.exists(f"/proc/{pid}")

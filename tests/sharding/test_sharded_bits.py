@@ -125,7 +125,8 @@ def compiled_steps(rank, sharded):
     return values(model), full_state_dict(optimizer, all_ranks=True), max(graphs) > 20
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.around)])
+@pytest.mark.around
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_compiled_step_compiles_what_a_rank_does_of_it(world):
     """Each rank is a process, since the compiler of PyTorch 2.11 crashes if two threads compile at once."""
     plain, sharded = (run_processes(world, compiled_steps, each) for each in (False, True))

@@ -206,6 +206,7 @@ def test_bits_do_not_depend_on_deals(alone, name):
     assert len(set(deals)) > 1 or world == 8
 
 
+@pytest.mark.around
 @pytest.mark.usefixtures("sim", "at_random")
 def test_bits_do_not_depend_on_deals_to_accelerators():
     ((wanted, _),) = run_ranks(1, train, device="sim")
@@ -221,6 +222,7 @@ def with_workers(rank):
     return [train(rank, CELLS[0], 12, options) for options in (workers, {"balance": None})]
 
 
+@pytest.mark.around
 def test_loaders_have_loaded_the_shares_that_ranks_are_dealt():
     found = run_processes(2, with_workers, backend="shm")
     assert len({fingerprint for each in found for fingerprint, _ in each}) == 1

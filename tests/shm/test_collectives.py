@@ -156,7 +156,8 @@ def every_collective(rank, numel, dtype, op, where, root, drawn=drawn):
 
 
 @pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.around), 3]
+    "world",
+    [pytest.param(1, marks=pytest.mark.soak), *(pytest.param(world, marks=pytest.mark.around) for world in (2, 3))],
 )
 def test_every_size_goes_every_way(world):
     shared = once(drawn)
@@ -175,7 +176,7 @@ def test_every_size_goes_every_way(world):
         (1, torch.uint8),
         (2, torch.bfloat16),
         (4, torch.float64),
-        (7, torch.uint8),
+        pytest.param(7, torch.uint8, marks=pytest.mark.around),
         pytest.param(2, torch.uint8, marks=pytest.mark.soak),
         pytest.param(5, torch.bfloat16, marks=pytest.mark.soak),
     ],
@@ -194,6 +195,7 @@ def test_small_chunks_of_every_length(world, dtype, monkeypatch):
     run_ranks(world, call, hosts="a" * world)
 
 
+@pytest.mark.around
 def test_sixteen_ranks_of_which_not_all_have_a_shard():
     def call(rank):
         for numel, where in (
@@ -501,7 +503,7 @@ def test_the_sum_is_that_in_rank_order_in_every_way_and_run():
         same(other, first)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_programs_at_random(data, monkeypatch):
     """Collectives of every kind one after the other, waited for at once or at the end, on one host or two."""
