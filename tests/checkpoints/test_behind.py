@@ -259,6 +259,8 @@ def in_sessions(rank, port, folder):
     """Saves in flight while the ranks train, of two sessions of the same processes."""
     dist.destroy_process_group()
     be_launched(rank, port)
+    made, connect = [], run_state.own_connection
+    run_state.own_connection = lambda *place: made.append(place) or connect(*place)
     for last in (False, True):
         with lockstep.session() as run:
             model = lockstep.replicate(nn.Linear(20, 20))
@@ -267,7 +269,7 @@ def in_sessions(rank, port, folder):
                 model(torch.full((1, 20), float(number))).sum().backward()
                 run.save(folder, wait=False, model=model, own=lockstep.checkpoints.per_rank(number))
             if last:
-                return run.resume(folder).values, [each.number for each in list_saved(folder)]
+                return run.resume(folder).values, [each.number for each in list_saved(folder)], len(made)
     return None
 
 
@@ -276,7 +278,7 @@ def test_sessions_save_behind_their_training(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = run_processes(2, in_sessions, store.port, tmp_path / "run")
-    assert results == [({"own": 5}, [11, 12, 13])] * 2
+    assert results == [({"own": 5}, [11, 12, 13], 2)] * 2  # one connection for all saves of a session
 
 
 def save_without_a_store(rank, port, pid, folder):

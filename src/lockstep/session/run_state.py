@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from lockstep._base.store import BoundedStore, in_background, own_connection
 from lockstep.checkpoints import history
 from lockstep.checkpoints.crash_loops import CrashLoops
@@ -23,7 +25,8 @@ from lockstep.errors import CommunicationError
 from lockstep.session.watch import store_of, unused_part
 
 RECONNECT_SECONDS = 10.0
-"""Seconds for a thread to connect to the store at which the ranks have met; it may have been killed since then."""
+"""Seconds for a thread to connect to the store at which the ranks have met, and for its answers; it may have been
+killed since then."""
 
 
 class _OfPath:
@@ -59,6 +62,11 @@ class RunState:
         self._in_flight: Future[Path] | None = None
         """The save that a thread writes behind the training, or its error."""
         self._copies = HostCopies()
+        self._saves_behind = 0
+        self._place_behind: Any = None
+        """The part of the group's store at which the ranks meet for saves behind the training."""
+        self._store_behind: Any = None
+        """The same over a connection of its own, kept from save to save: a store is silent while many connect."""
         self._ended = False
         self._start = ""
         """The id of this start of the ranks, alike on all of them from the first snapshot or resume on."""
@@ -73,8 +81,7 @@ class RunState:
         if wait:
             saving.write(ranks)
         else:
-            make_ranks = self._ranks_behind(ranks)
-            self._in_flight = in_background(lambda: saving.write(make_ranks()))
+            self._in_flight = in_background(self._writing_behind(saving, ranks))
         known.newest = known.on_disk = saving.number
         return saving.folder
 
@@ -84,15 +91,25 @@ class RunState:
         if written is not None:
             written.result()
 
-    def _ranks_behind(self, ranks: Ranks) -> Callable[[], Ranks]:
-        """Return a function that makes the ranks for a save on another thread; counts the saves, alike on all ranks."""
+    def _writing_behind(self, saving: Saving, ranks: Ranks) -> Callable[[], Path]:
+        """Return what writes a save on another thread; counts the saves, alike on all ranks."""
         if ranks.size == 1:
-            return lambda: ranks
-        store = unused_part(store_of(self._group), "save", ranks.rank)
-        limit = min(self._timeout, RECONNECT_SECONDS)
-        return lambda: RanksByStore(
-            ranks, BoundedStore(own_connection(store, limit)), self._check_behind, self._timeout
-        )
+            return lambda: saving.write(ranks)
+        self._saves_behind += 1
+        part, limit = f"save {self._saves_behind}", min(self._timeout, RECONNECT_SECONDS)
+        if self._place_behind is None:
+            self._place_behind = unused_part(store_of(self._group), "saves", ranks.rank)
+        place = self._place_behind
+
+        def write() -> Path:
+            store = self._store_behind or own_connection(place, limit)
+            self._store_behind = None  # after an error a call may still wait in it
+            bounded_store = BoundedStore(PrefixStore(part, store), limit)
+            folder = saving.write(RanksByStore(ranks, bounded_store, self._check_behind, self._timeout))
+            self._store_behind = store
+            return folder
+
+        return write
 
     def _check_behind(self) -> None:
         if self._ended:
@@ -174,7 +191,7 @@ class RunState:
         checkpoints."""
         if self._process != os.getpid():
             return
-        paths, self._paths, self._copies = self._paths, {}, HostCopies()
+        paths, self._paths, self._copies, self._store_behind = self._paths, {}, HostCopies(), None
         for known in paths.values():
             if known.snapshots is not None:
                 needed = unless_newer and known.in_memory > known.on_disk
