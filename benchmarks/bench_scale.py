@@ -4,14 +4,18 @@ One process is a rank of a group of 2 to 65,536 ranks that sends nothing (PyTorc
 ranks that say the same would give is written into the report, so that a step does what it does in a real group. Printed
 are the CPU times of one rank: making replicas, the first step, a settled step, steps of a loop over batches that ends,
 a comparison of weights, a sharded step; and the size of the report. Each world has a process of its own; worlds take
-turns, and medians over the rounds are printed, with the ratio to the smallest world.
+turns, and medians over the rounds are printed, with the ratio to the smallest world. Not in it: the time of messages,
+which grows with the network, and what other ranks do.
 
-Not in it: the time of messages, which grows with the network, and what other ranks do.
+Then as many processes as there are ranks, up to 32 on this host, train in a session. Printed are the seconds from
+entering the session until the slowest rank is in it, and from leaving it until all have left; the CPU time of a rank in
+a settled step; and the descriptors of a rank (the median: one hosts the store), both also with PyTorch's DDP on Gloo.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -22,8 +26,10 @@ import torch
 import torch.distributed as dist
 from harness import arguments, ratio, table
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 WORLDS = (2, 64, 1024, 8192, 65536)
+REAL_WORLDS = (2, 4, 8, 16, 32)
 
 
 def timed(call: Callable[[], object], count: int = 1) -> float:
@@ -107,6 +113,71 @@ def one_world(world: int, layers: int, count: int) -> None:
     print(json.dumps(found), flush=True)
 
 
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def network(layers: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
+
+
+def in_session(device: str, backend: str, layers: int, count: int) -> dict[str, float]:
+    """What one of several processes measures; times are those of a clock that all have."""
+    import lockstep
+
+    before, begun = descriptors(), time.monotonic()
+    with lockstep.session(device=device, backend=backend) as run:
+        entered = time.monotonic()
+        cpu = settled_step(lockstep.replicate(network(layers)()), count)
+        held = descriptors() - before
+        run.agree(False)
+        leaving = time.monotonic()
+    left = time.monotonic()
+    return {"begun": begun, "entered": entered, "step": cpu, "held": held, "leaving": leaving, "left": left}
+
+
+def with_ddp(device: str, backend: str, layers: int, count: int) -> dict[str, float]:
+    before = descriptors()
+    dist.init_process_group(backend)
+    cpu = settled_step(DistributedDataParallel(network(layers)(), gradient_as_bucket_view=True), count)
+    held = descriptors() - before
+    dist.destroy_process_group()
+    return {"step": cpu, "held": held}
+
+
+def settled_step(model: nn.Module, count: int) -> float:
+    """Return the CPU time of a step, in milliseconds."""
+    x = torch.randn(4, 64)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    timed(step, 5)
+    return timed(step, count)
+
+
+def real_world(world: int, layers: int, count: int) -> list[str]:
+    """Return a row of the table of real ranks."""
+    import gpu_ranks
+
+    ended = gpu_ranks.run(in_session, world, "cpu", "shm", layers, count, limit=200)
+    plain = gpu_ranks.run(with_ddp, world, "cpu", "gloo", layers, count, limit=200)
+    if any(each.code for each in (*ended, *plain)):
+        raise RuntimeError(f"{world} ranks: {[*ended, *plain]}")
+    of = {name: [each.result[name] for each in ended] for name in ended[0].result}
+    starts, ends = max(of["entered"]) - max(of["begun"]), max(of["left"]) - max(of["leaving"])
+    steps = median(of["step"]), median(each.result["step"] for each in plain)
+    held = median(of["held"]), median(each.result["held"] for each in plain)
+    return [
+        str(world),
+        f"{starts:.2f}",
+        f"{ends:.2f}",
+        *(f"{each:.1f}" for each in steps),
+        *(f"{each:.0f}" for each in held),
+    ]
+
+
 def main() -> None:
     args = arguments(__doc__, 3)
     layers, count = (10, 4) if args.quick else (100, 40)
@@ -132,6 +203,9 @@ def main() -> None:
 
     sizes = {world: 4 * ReportLayout(0, 0, world, 0, torch.float32).numel for world in worlds}
     print(f"bytes of the report, without used and late parameters: {sizes}")
+    headers = ["ranks", "start, s", "end, s", "CPU of a step, ms", "DDP's, ms", "descriptors", "DDP's"]
+    rows = [real_world(world, layers, count) for world in (REAL_WORLDS[:2] if args.quick else REAL_WORLDS)]
+    table("processes on this host, each a rank in a session on shm; and with DDP on Gloo", headers, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """``session()``: starts and ends data-parallel training in this process."""
 
 import contextlib
-import gc
 import os
 import random
 import sys
@@ -345,7 +344,6 @@ class Session:
 
     def _release(self) -> None:
         self._decisions = None
-        gc.collect()  # a replicated model that still exists would keep the group's threads alive while the program ends
         if dist.is_initialized() and not self._keeps_group and self._watch.may_destroy_groups():
             dist.destroy_process_group()
             leave_companions()
