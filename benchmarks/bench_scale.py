@@ -7,6 +7,10 @@ a comparison of weights, a sharded step; and the size of the report. Each world 
 turns, and medians over the rounds are printed, with the ratio to the smallest world. Not in it: the time of messages,
 which grows with the network, and what other ranks do.
 
+Then one rank's channel of failures, in a world of up to 32,768 ranks: its two neighbours in the ring are sockets on
+which another process sends what they would pass on, when a session begins (where each rank is) and when it ends (that
+each has left). Printed are the seconds, and this rank's CPU time.
+
 Then as many processes as there are ranks, up to 32 on this host, train in a session. Printed are the seconds from
 entering the session until the slowest rank is in it, and from leaving it until all have left; the CPU time of a rank in
 a settled step; and the descriptors of a rank (the median: one hosts the store), both also with PyTorch's DDP on Gloo.
@@ -16,11 +20,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from statistics import median
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 WORLDS = (2, 64, 1024, 8192, 65536)
+CHANNEL_WORLDS = (64, 1024, 8192, 32768)
 REAL_WORLDS = (2, 4, 8, 16, 32)
 
 
@@ -113,6 +123,75 @@ def one_world(world: int, layers: int, count: int) -> None:
     print(json.dumps(found), flush=True)
 
 
+def channel_of(world: int) -> None:
+    """Print what the channel of rank 0 takes to begin and to end, in seconds and CPU seconds."""
+    from lockstep.failures import channel
+    from lockstep.failures.progress import Progress
+    from lockstep.failures.ring import Connection, Place
+
+    (next_here, next_there), (previous_here, previous_there) = socket.socketpair(), socket.socketpair()
+    begin, end = os.pipe()
+    feeder = os.fork()
+    if feeder == 0:
+        next_here.close()
+        previous_here.close()
+        for number, kind in enumerate(("here", "left")):
+            if number:
+                os.read(begin, 1)
+            orders = range(1, world), range(world - 1, 0, -1)
+            both = [
+                threading.Thread(target=pass_on, args=(each, order, kind, number))
+                for each, order in zip((next_there, previous_there), orders, strict=True)
+            ]
+            for each in both:
+                each.start()
+            for each in both:
+                each.join()
+        os.read(begin, 1)
+        os._exit(0)
+    next_there.close()
+    previous_there.close()
+    own = Place("h0", "node0", os.getpid(), "127.0.0.1", 1)
+    ring = (Connection(next_here, 1, 20), Connection(previous_here, world - 1, 20))
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    with mock.patch.object(channel.FailureChannel, "_meet_neighbours", return_value=(ring, listener, own)):
+        wall, cpu = time.perf_counter(), time.process_time()
+        made = channel.FailureChannel(dist.HashStore(), 0, range(world), Progress("bench", 0, world), "h0", 30.0)
+    found = {"start": time.perf_counter() - wall, "start, CPU": time.process_time() - cpu}
+    wall, cpu = time.perf_counter(), time.process_time()
+    os.write(end, b"x")
+    made.announce_end()
+    assert made.wait_for_others(30.0)
+    found |= {"end": time.perf_counter() - wall, "end, CPU": time.process_time() - cpu}
+    print(json.dumps(found), flush=True)
+    os.write(end, b"x")
+    os.waitpid(feeder, 0)
+    os._exit(0)
+
+
+def pass_on(there: socket.socket, ranks: range, kind: str, number: int) -> None:
+    """Send a message of each rank, and read whatever comes."""
+    from lockstep.failures.failure import Failure, Kind
+    from lockstep.failures.ring import Place
+
+    threading.Thread(target=read_all, args=(there,), daemon=True).start()
+    for rank in ranks:
+        message: dict[str, object] = {"kind": kind, "id": [rank, 1 + number]}
+        if kind == "here":
+            place = Place(f"host{rank // 8}", f"node{rank // 8}", 1000 + rank, "10.0.0.1", 1234)
+            message |= {"rank": rank, "place": asdict(place)}
+        else:
+            message["failure"] = asdict(Failure(rank, Kind.LEFT, 3, "tear-down", ""))
+        data = json.dumps(message).encode()
+        there.sendall(struct.pack("<I", len(data)) + data)
+
+
+def read_all(there: socket.socket) -> None:
+    while there.recv(1 << 20):
+        pass
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -178,16 +257,24 @@ def real_world(world: int, layers: int, count: int) -> list[str]:
     ]
 
 
+def apart(what: str, *args: int) -> dict[str, float]:
+    """Return what a process of its own prints last."""
+    command = [sys.executable, __file__, what, *map(str, args)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    return found
+
+
 def main() -> None:
     args = arguments(__doc__, 3)
     layers, count = (10, 4) if args.quick else (100, 40)
-    worlds = WORLDS[:2] if args.quick else WORLDS
+    worlds, channels, real = WORLDS, CHANNEL_WORLDS, REAL_WORLDS
+    if args.quick:
+        worlds, channels, real = worlds[:2], channels[:2], real[:2]
     times: dict[int, list[dict[str, float]]] = {world: [] for world in worlds}
     for number in range(args.rounds):
         for world in worlds if number % 2 == 0 else worlds[::-1]:
-            command = [sys.executable, __file__, "--one", str(world), str(layers), str(count)]
-            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            times[world].append(json.loads(output.splitlines()[-1]))
+            times[world].append(apart("--one", world, layers, count))
     medians = {world: {name: median(each[name] for each in rows) for name in rows[0]} for world, rows in times.items()}
     smallest = medians[worlds[0]]
     rows = [
@@ -203,13 +290,17 @@ def main() -> None:
 
     sizes = {world: 4 * ReportLayout(0, 0, world, 0, torch.float32).numel for world in worlds}
     print(f"bytes of the report, without used and late parameters: {sizes}")
+    rows = [[f"{world:,}", *(f"{value:.2f}" for value in apart("--channel", world).values())] for world in channels]
+    table("the channel of one rank, in seconds", ["ranks", "start", "start, CPU", "end", "end, CPU"], rows)
     headers = ["ranks", "start, s", "end, s", "CPU of a step, ms", "DDP's, ms", "descriptors", "DDP's"]
-    rows = [real_world(world, layers, count) for world in (REAL_WORLDS[:2] if args.quick else REAL_WORLDS)]
+    rows = [real_world(world, layers, count) for world in real]
     table("processes on this host, each a rank in a session on shm; and with DDP on Gloo", headers, rows)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         one_world(*map(int, sys.argv[2:]))
+    elif sys.argv[1:2] == ["--channel"]:
+        channel_of(int(sys.argv[2]))
     else:
         main()

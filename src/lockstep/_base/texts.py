@@ -1,6 +1,7 @@
 """PURE: texts of messages: shortened ones, first lines of errors, and ranks in words."""
 
 from collections.abc import Iterable
+from itertools import groupby
 
 LONGEST_HEADLINE = 4 * 1024
 """The number of characters of an exception's type and message that are sent to other ranks."""
@@ -22,6 +23,11 @@ def first_line(error: BaseException) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return some ranks as they stand in messages, in order."""
+    """Return some ranks as they stand in messages, in order: ``ranks 0, 2, 5 to 8191``; runs of four and more have only
+    their ends."""
     names = sorted(ranks)
-    return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
+    parts: list[str] = []
+    for _, numbered in groupby(enumerate(names), lambda each: each[1] - each[0]):
+        run = [rank for _, rank in numbered]
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 3 else map(str, run)
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(parts)}"
