@@ -59,9 +59,13 @@ class Arrived:
         """Return at once."""
 
 
+_arrived: dict[int, Tensor] = {}
+
+
 def arrive(_: object, output: Tensor, *__: object) -> Arrived:
-    """Return a gather that is over, of zeros."""
-    output.zero_()
+    """Return a gather that is over, of zeros: memory that has had them keeps them, as a network writes by itself."""
+    if output.data_ptr() not in _arrived:
+        _arrived[output.data_ptr()] = output.zero_()
     return Arrived()
 
 

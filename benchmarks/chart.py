@@ -1,5 +1,6 @@
-"""Draws docs/ratios.svg from the ratios in benchmarks/results: ``python benchmarks/chart.py``."""
+"""Draws docs/ratios.svg and docs/scale.svg from files in benchmarks/results: ``python benchmarks/chart.py``."""
 
+import math
 import re
 from collections.abc import Iterator
 from html import escape
@@ -7,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = ROOT / "docs" / "ratios.svg"
+SCALE = "scale-cpu-2-cores-2026-11-26.txt"
 INK, GOOD, BAD, LINE = "#123", "#5b8def", "#f2a65a", "#889"
 
 # (what a group of bars shows, the file, by bar: its label and the name of the ratio in the file)
@@ -84,5 +85,47 @@ def _bar(y: float, label: str, ratio: float) -> Iterator[str]:
     yield f'<text {place} y="{y + 16}">{ratio:.2f}</text>'
 
 
+def draw_scale() -> str:
+    """CPU times of one rank over the number of ranks, both with logarithmic axes."""
+    head, *lines = (RESULTS / SCALE).read_text().partition("ranks   ")[2].splitlines()
+    rows = [line.split("  ") for line in lines[1 : lines.index(next(each for each in lines if "ratio" in each))]]
+    worlds = [int(row[0].replace(",", "")) for row in rows]
+    values = [[float(number) for number in re.findall(r"([\d.]+) \(", line)] for line in map("  ".join, rows)]
+    names = [name.removesuffix(", ms").strip() for name in re.split(r"\s{2,}", head.strip())]
+
+    def x(world: int) -> float:
+        return 90 + 560 * math.log(world / worlds[0]) / math.log(worlds[-1] / worlds[0])
+
+    def y(milliseconds: float) -> float:
+        return 330 - 270 * math.log10(milliseconds) / 2  # 1 to 100 ms
+
+    def text(left: float, top: float, what: str, anchor: str = "start", more: str = "") -> str:
+        return f'<text x="{left:.0f}" y="{top:.0f}" text-anchor="{anchor}"{more}>{escape(what)}</text>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 390" font-size="13" fill="{INK}" '
+        'font-family="Helvetica, Arial, sans-serif" role="img" '
+        'aria-label="Processor time of one rank for worlds of 2 to 65,536 ranks">',
+        '<rect width="900" height="390" fill="#fff"/>',
+        text(20, 28, "Processor time of one rank, in milliseconds", more=' font-size="16" font-weight="bold"'),
+    ]
+    for tick in (1, 10, 100):
+        parts += [f'<line x1="90" y1="{y(tick):.0f}" x2="650" y2="{y(tick):.0f}" stroke="{LINE}" stroke-width=".4"/>']
+        parts += [text(80, y(tick) + 4, str(tick), "end")]
+    parts += [text(x(world), 352, f"{world:,}", "middle") for world in worlds]
+    parts += [text(370, 376, "ranks", "middle")]
+    for name, colour in (("replicate", BAD), ("sharded step", LINE), ("first step", INK), ("step", GOOD)):
+        series = [row[names.index(name)] for row in values]
+        points = " ".join(f"{x(world):.1f},{y(value):.1f}" for world, value in zip(worlds, series, strict=True))
+        parts += [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>']
+        shown = {"replicate": "replicate()", "step": "a settled step", "first step": "the first step"}.get(name, f"a {name}")
+        parts += [text(664, y(series[-1]) + 4, f"{shown}: {series[-1]:g}")]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+PICTURES = {"ratios.svg": draw, "scale.svg": draw_scale}
+
+
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
+    for name, picture in PICTURES.items():
+        (ROOT / "docs" / name).write_text(picture())
