@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep
-from client_programs import quiet
+from client_programs import need, quiet
 from lockstep.sharding import full_state_dict, shard_optimizer
 from sharded_runs import equal
 from threaded import run_ranks
@@ -119,6 +119,28 @@ def test_an_optimizer_of_pytorch_optimizer(name):
 def test_a_number_of_several_parameters_is_another_one_where_they_are_shared_out(name):
     """docs/memory.md names them: with these, ``granularity="tensor"`` is a false word."""
     assert outcome(lambda model: make_of(name, PYTORCH_OPTIMIZERS[name], model)) == "other bits"
+
+
+# ------------------------------------------------------------------------------------------------ timm
+
+OF_TIMM = {
+    **dict.fromkeys(("adabelief", "adafactor", "adafactorbv", "adamp", "adamuon", "adan", "adopt"), "the same bits"),
+    **dict.fromkeys(("cadamw", "laprop", "lars", "lion", "madgrad", "mars", "muon", "nadamuon"), "the same bits"),
+    **dict.fromkeys(("novograd", "rmsproptf", "sgdp", "lookahead_radam"), "the same bits"),
+    "kron": "draws random numbers",
+    "lamb": "other bits",  # it clips by the norm of all gradients, which docs/memory.md says: here, too, a false word
+}
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_an_optimizer_of_timm(name):
+    need("timm")
+    quiet()
+    from timm.optim import create_optimizer_v2
+
+    with torch.compiler.set_stance("force_eager"):  # as for those of torchao
+        found = outcome(lambda model: create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.01, momentum=0.9))
+    assert OF_TIMM[name] in found
 
 
 # --------------------------------------------------------------------------------------------- others
