@@ -211,6 +211,38 @@ def test_the_first_replica_is_the_module(devices, first):
         assert len(module.last) == 3
 
 
+class Follower(nn.Module):
+    """A layer, and an average of its weights, which each forward takes a step further."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.average = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self):
+        for mean, weight in zip(self.average.parameters(), self.layer.parameters(), strict=True):
+            mean.lerp_(weight, 0.5)
+
+    def forward(self, x):
+        self.follow()
+        return self.layer(x) - self.average(x)
+
+
+def test_what_forward_writes_to_a_parameter_the_replicas_after_it_see(x):
+    """So an average is taken once for each replica, and what is the same twice is as on one device."""
+    module = Follower()
+    alone = copy.deepcopy(module)
+    DataParallel(module, ["cpu", "cpu"])(x)
+    alone.follow()
+    alone.follow()
+    assert torch.equal(module.average.weight, alone.average.weight)
+    words = nn.Embedding(20, 4, max_norm=0.5)
+    alone = copy.deepcopy(words)
+    indices = torch.tensor([3, 5, 3, 7, 5, 5])
+    assert torch.equal(DataParallel(words, ["cpu", "cpu"])(indices), alone(indices))
+    assert torch.equal(words.weight, alone.weight)
+
+
 def test_another_module_may_be_put_in(parallel, x):
     parallel(x)
     parallel.module = copy.deepcopy(parallel.module)
