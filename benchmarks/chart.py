@@ -114,12 +114,12 @@ def draw_scale() -> str:
         parts += [text(80, y(tick) + 4, str(tick), "end")]
     parts += [text(x(world), 352, f"{world:,}", "middle") for world in worlds]
     parts += [text(370, 376, "ranks", "middle")]
-    for name, colour in (("replicate", BAD), ("sharded step", LINE), ("first step", INK), ("step", GOOD)):
+    shown = {"replicate": "replicate()", "sharded step": "a sharded step", "first step": "the first step"}
+    for name, colour in (*zip(shown, (BAD, LINE, INK), strict=True), ("step", GOOD)):
         series = [row[names.index(name)] for row in values]
         points = " ".join(f"{x(world):.1f},{y(value):.1f}" for world, value in zip(worlds, series, strict=True))
         parts += [f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>']
-        shown = {"replicate": "replicate()", "step": "a settled step", "first step": "the first step"}.get(name, f"a {name}")
-        parts += [text(664, y(series[-1]) + 4, f"{shown}: {series[-1]:g}")]
+        parts += [text(664, y(series[-1]) + 4, f"{shown.get(name, 'a settled step')}: {series[-1]:g}")]
     return "\n".join([*parts, "</svg>\n"])
 
 
