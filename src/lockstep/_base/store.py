@@ -60,8 +60,10 @@ class BoundedStore:
     def close(self) -> None:
         """End the thread when the calls that have begun are over; further calls raise :class:`StoreLostError`."""
         self._end()
-        if self._thread not in (None, threading.current_thread()):
-            self._thread.join(CLOSE_SECONDS)
+        with self._lock:  # it may be about to start
+            thread = self._thread
+        if thread not in (None, threading.current_thread()):
+            thread.join(CLOSE_SECONDS)
 
     def set(self, key: str, value: str, seconds: float | None = None) -> None:
         """Write a value; ``seconds`` is the limit of this call."""
