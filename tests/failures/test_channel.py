@@ -12,6 +12,7 @@ from lockstep._base.store import BoundedStore
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind, of_exception
+from lockstep.failures.messenger import Messenger
 from lockstep.failures.progress import Progress
 from lockstep.failures.ring import Connection, Meeting
 from threaded import run_ranks
@@ -199,21 +200,98 @@ def meeting(store, rank, world):
     return Meeting(BoundedStore(dist.PrefixStore("test", store)), rank, range(world), "here", SOON)
 
 
-def test_a_rank_that_fails_before_all_have_met_is_named():
+@pytest.mark.parametrize(("world", "victim"), [(3, 1), (4, 3)])
+def test_a_rank_that_fails_before_all_have_met_is_named(world, victim):
     store = dist.HashStore()
 
     def train(rank):
-        if rank.rank == 1:
-            this = meeting(store, 1, 3)
-            while this._listener is None:  # until rank 0 has said where it is
-                this._listen()
-            this.close()
-            return None
+        if rank.rank == victim:
+            return meeting(store, victim, world).close()
         with pytest.raises(PeerFailure) as caught:
             channel(store, rank)
         return caught.value.rank, caught.value.phase
 
-    assert run_ranks(3, train) == [(1, "start-up"), None, (1, "start-up")]
+    assert [told or (victim, "start-up") for told in run_ranks(world, train)] == [(victim, "start-up")] * world
+
+
+def test_a_rank_that_fails_before_its_previous_rank_has_come_is_named_by_the_next():
+    store = dist.HashStore()
+
+    def train(rank):
+        if rank.rank == 0:
+            return meeting(store, 0, 3).close()
+        if rank.rank == 2:
+            return None
+        with pytest.raises(PeerFailure) as caught:
+            channel(store, rank)
+        return caught.value.rank
+
+    assert run_ranks(3, train) == [None, 0, None]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_if_the_store_fails_with_a_rank_no_other_rank_is_blamed(victim, monkeypatch):
+    """The ranks that have noticed it tell the others over their connections, and those do not take their end for
+    another failure."""
+    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    port, has_met, start = servers[0].port, threading.Event(), Messenger.start
+
+    def started(this):
+        start(this)
+        has_met.set()  # the rank opposite of the victim
+
+    monkeypatch.setattr(Messenger, "start", started)
+
+    def train(rank):
+        store = dist.TCPStore("127.0.0.1", port)
+        if rank.rank == victim:
+            this = meeting(store, victim, 4)
+            this._doors[0].setblocking(True)
+            known = [this._doors[0].accept()[0] for _ in range(2)]  # of the previous rank, and the probe of the next
+            assert has_met.wait(SOON)
+            servers.clear()
+            this.close()
+            for each in known:
+                each.close()
+            return None
+        with pytest.raises((CommunicationError, PeerFailure)) as caught:
+            channel(store, rank)
+        return str(caught.value)
+
+    told = {rank: message for rank, message in enumerate(run_ranks(4, train)) if rank != victim}
+    for rank, message in told.items():
+        named = message.startswith(f"rank {rank} stops, because rank {victim} has ended without a word")
+        assert named or "that is rank 0, unless a launcher hosts it" in message, told
+
+
+def test_of_ranks_that_have_come_none_is_blamed_for_a_time_out():
+    store, over = dist.HashStore(), threading.Event()
+
+    def train(rank):
+        if rank.rank == 2:  # listens, and does no more
+            this = meeting(store, 2, 4)
+            assert over.wait(SOON)
+            return this.close()
+        with pytest.raises(CommunicationError) as caught:
+            channel(store, rank, timeout=0.3 if rank.rank == 0 else SOON)  # rank 0 has met both of its neighbours
+        over.set()
+        return str(caught.value)
+
+    text = "not all of 4 ranks had connected to each other after 0.3 s; look at the errors of all of them"
+    assert run_ranks(4, train) == [text, text, None, text]
+
+
+def test_what_is_read_before_it_is_wanted_is_received_later():
+    here, there = socket.socketpair()
+    connection, neighbour = Connection(here, 1, SOON), Connection(there, 0, SOON)
+    neighbour.send({"kind": "first"})
+    assert connection.unread() == [{"kind": "first"}]
+    neighbour.send({"kind": "second"})
+    neighbour.close()
+    assert connection.unread() == [{"kind": "first"}, {"kind": "second"}]
+    assert connection.receive() == ([{"kind": "first"}, {"kind": "second"}], True)
+    assert connection.receive() == ([], True)
+    connection.close()
 
 
 def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come():

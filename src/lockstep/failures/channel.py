@@ -30,7 +30,8 @@ from lockstep.failures.ring import (
     Meeting,
     NotMetError,
     Place,
-    absent,
+    ToldError,
+    not_met,
     store_lost,
 )
 
@@ -120,7 +121,7 @@ class FailureChannel:
         self._messenger.start()
         _channels.add(self)
         self.tell("here", rank=self.rank, place=own)
-        self._wait_for_all(deadline, timeout)
+        self._wait_for_all(store, deadline, timeout)
 
     def _meet_neighbours(
         self, store: Any, host: str, timeout: float
@@ -132,18 +133,34 @@ class FailureChannel:
             try:
                 meeting_place = stack.enter_context(contextlib.closing(BoundedStore(store, timeout)))
                 meeting = Meeting(meeting_place, self.rank, self.global_ranks, host, self.link_timeout)
-                stack.callback(meeting.close)
-                return meeting.connect(timeout, self._check_log)
             except StoreLostError as error:
                 raise store_lost(self.rank, world, error) from error
-            except NotMetError as error:
-                self.failure = self._log.append(Failure(error.rank, error.kind, 0, "start-up", error.what))
+            stack.callback(meeting.close)
+            try:
+                return meeting.connect(timeout, self._check_log)
+            except (NotMetError, StoreLostError, ToldError) as error:
+                failure = self.failure = self._note_in_log(error)
                 self._known.set()
-                if error.kind is not Kind.ABSENT:  # the others may still read the log; after a time-out theirs is over
-                    time.sleep(START_UP_SECONDS)
+                # The others may still read the log, or connect to this rank; after a time-out theirs is over.
+                seconds = 0.0 if failure.kind is Kind.ABSENT else START_UP_SECONDS
+                messages = {"kind": "failure", "failure": failure}, {"kind": "left", "failure": self._end()}
+                meeting.tell([{**each, "id": [self.rank, 1 + i]} for i, each in enumerate(messages)], seconds)
                 raise self._start_up_error() from error
 
-    def _wait_for_all(self, deadline: float, timeout: float) -> None:
+    def _note_in_log(self, error: NotMetError | StoreLostError | ToldError) -> Failure:
+        """Return the failure from which the ``error`` of a meeting follows, and write it to the log, unless it was
+        told."""
+        if isinstance(error, ToldError):
+            return error.failure
+        if isinstance(error, NotMetError):
+            failure = self._log.append(Failure(error.rank, error.kind, 0, "start-up", error.what))
+            # With a lost store, another rank than the one that hosts it may have ended just because of that.
+            if self._log.first or error.kind is not Kind.ENDED or error.rank == self.global_ranks[0]:
+                return failure
+        lost = store_lost(self.rank, len(self.global_ranks), error)
+        return Failure(self.rank, Kind.ABSENT, 0, "start-up", str(lost))
+
+    def _wait_for_all(self, store: Any, deadline: float, timeout: float) -> None:
         """Return when every rank has sent its place; raise if one fails before that, or does not come."""
         with self._changed:
             while len(self.places) < len(self.global_ranks):
@@ -153,13 +170,22 @@ class FailureChannel:
         missing = [rank for rank in self.global_ranks if rank not in self.places]
         if not missing:
             return
-        text = absent(missing, len(self.global_ranks), timeout)
-        if self.failure is None:
-            self.report(Failure(missing[0], Kind.ABSENT, 0, "start-up", text))
+        error = None if self.failure is not None else self._not_met(store, timeout)
+        if error is not None:
+            rank = error.rank if isinstance(error, NotMetError) else self.rank
+            self.report(Failure(rank, Kind.ABSENT, 0, "start-up", str(error)))
         self.announce_end()
         self.wait_for_others(START_UP_SECONDS)
         self.close()
-        raise self._start_up_error() if self.failure is not None else CommunicationError(text)
+        raise self._start_up_error() if self.failure is not None or error is None else error
+
+    def _not_met(self, store: Any, timeout: float) -> CommunicationError:
+        """Return the error to raise if others have not met their neighbours within ``timeout`` seconds."""
+        with contextlib.closing(BoundedStore(store)) as bounded_store:
+            try:
+                return not_met(bounded_store, self.rank, self.global_ranks, timeout)
+            except StoreLostError as error:
+                return store_lost(self.rank, len(self.global_ranks), error)
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Mark this rank, inside the block, as waiting for the others in a collective of this library."""
@@ -257,11 +283,13 @@ class FailureChannel:
     def announce_end(self, closed: bool = True) -> None:
         """Tell the others that this rank is done, in good order or after a failure; ``closed``: not because its program
         has ended without closing its session."""
+        self.left[self.rank] = left = self._end(closed)
+        self.tell("left", failure=left)
+
+    def _end(self, closed: bool = True) -> Failure:
         kind, why = (Kind.LEFT, LEFT_EARLY) if closed else (Kind.UNCLOSED, UNKNOWN_END)
         progress = self.progress
-        left = Failure(self.rank, kind, progress.step, "tear-down", why, in_batches=progress.in_batches)
-        self.left[self.rank] = left
-        self.tell("left", failure=left)
+        return Failure(self.rank, kind, progress.step, "tear-down", why, in_batches=progress.in_batches)
 
     def wait_for_others(self, timeout: float) -> bool:
         """Return True when all others are done, too; False if they are not after ``timeout`` seconds.
@@ -384,13 +412,11 @@ class FailureChannel:
             self._log.look(lambda first: self._learn(first, first))
 
     def _check_log(self) -> None:
-        """Raise if a rank has failed already; called while the ranks meet."""
+        """Raise :class:`ToldError` if a rank has failed already; called while the ranks meet."""
         with contextlib.suppress(StoreLostError):
             self._log.read()
         if self._log.first is not None:
-            self.failure = self._log.first
-            self._known.set()
-            raise self._start_up_error()
+            raise ToldError(self._log.first)
 
     def _learn(self, told: Failure, first: Failure) -> None:
         """Record a failure that this rank was told of, and the first one, from which all others may follow."""

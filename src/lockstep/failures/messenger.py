@@ -104,6 +104,8 @@ class Messenger:
     # ------------------------------------------------------------------------------------ its thread
 
     def _run(self) -> None:
+        for each in self._neighbours:
+            self._take(each)  # what was read while the ranks met
         while not self._closing:
             self._send_what_waits()
             self._wait()
@@ -138,10 +140,14 @@ class Messenger:
             with contextlib.suppress(OSError):  # gone since
                 self._listener.accept()[0].close()
         for each in self._neighbours:
-            if each.fileno() in ready and self._receive(each):
-                self._has_gone(each)
+            if each.fileno() in ready:
+                self._take(each)
         if not ready:
             self._look()
+
+    def _take(self, neighbour: Connection) -> None:
+        if self._receive(neighbour):
+            self._has_gone(neighbour)
 
     def _receive(self, neighbour: Connection) -> bool:
         """Receive a neighbour's messages, and pass them on; return True if the neighbour is gone."""

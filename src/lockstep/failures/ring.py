@@ -25,10 +25,12 @@ from lockstep._base import network
 from lockstep._base.store import BoundedStore, address_towards
 from lockstep._base.texts import first_line, ranks_in_words
 from lockstep.errors import CommunicationError
-from lockstep.failures.failure import Kind
+from lockstep.failures.failure import Failure, Kind
 
 LOOK_SECONDS = 0.05
 """Seconds between two looks of a rank that waits for its neighbours."""
+PROBE_SECONDS = 0.5
+"""Seconds between two looks whether a rank that does not connect still listens."""
 CONNECT_SECONDS = 5.0
 """Seconds that one attempt to connect may take; a host that does not answer is tried again."""
 
@@ -66,6 +68,8 @@ class Connection:
         """The error that ended the link; None while it is intact, and if only the neighbour's process has ended."""
         self._socket = connected
         self._incoming = bytearray()
+        self._unread: list[dict[str, Any]] = []
+        self._gone = False
         self._outgoing = bytearray()
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
@@ -102,8 +106,13 @@ class Connection:
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the messages that have arrived, and whether the neighbour is gone."""
-        gone = False
-        while True:
+        self.unread()
+        messages, self._unread = self._unread, []
+        return messages, self.has_ended
+
+    def unread(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived, which :meth:`receive` will return as well."""
+        while not self.has_ended:
             try:
                 data = self._socket.recv(65536)
             except BlockingIOError:
@@ -111,23 +120,15 @@ class Connection:
             except OSError as error:  # reset, lost, or closed
                 self._note(error)
                 data = b""
-            if not data:
-                gone = True
-                break
+            self._gone = not data
             self._incoming += data
-        messages = list(self._messages())
-        return messages, gone or not self.is_open
+        self._unread.extend(self._messages())
+        return self._unread
 
+    @property
     def has_ended(self) -> bool:
-        """Return True if the neighbour, or the link to it, is gone; messages that have arrived are left for
-        :meth:`receive`, and read before that."""
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._note(error)
-            return True
+        """True if the neighbour, or the link to it, is gone, as far as what was read shows."""
+        return self._gone or not self.is_open
 
     def _note(self, error: OSError) -> None:
         """Record an error of the link: the system reports each error once, to the next send or receive."""
@@ -166,12 +167,21 @@ class NotMetError(CommunicationError):
         self.what = what
 
 
+class ToldError(CommunicationError):
+    """A neighbour has told of a ``failure`` before this rank had met both of its neighbours."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.summary)
+        self.failure = failure
+
+
 class Meeting:
     """The neighbours of a ``rank``, by their order in ``ranks``, before they are connected.
 
-    A rank first writes on which host it is. It listens on the loopback interface if the previous rank is on the same
-    host, else at an address that the previous rank can reach. Nobody else may be able to reach it there, so each rank
-    tells only of the end of the next one, to which it connects. (The hosts' test "late".)
+    A rank listens on the loopback interface, and writes that, with its host, to the store. If the previous rank is on
+    another host, it then listens at an address that is reachable from there as well, and writes that, too; other ranks
+    may not be able to reach it there. (The hosts' test "late".) So its neighbours on its host can connect from the
+    moment at which they know of it, and notice its end: nobody listens any more.
     """
 
     def __init__(
@@ -183,63 +193,93 @@ class Meeting:
         place = ranks.index(rank)
         self._next = ranks[(place + 1) % len(ranks)]
         self._previous = ranks[place - 1]
+        self._following: Connection | None = None
+        self._preceding: Connection | None = None
         self._link_timeout = link_timeout
-        self._listener: socket.socket | None = None
         self._secret = secrets.token_hex(16)
         self._known: dict[str, dict[str, Any]] = {}  # what other ranks have written
         self._strangers: list[Connection] = []
         self._trouble = ""
-        self._own = Place(
-            host, socket.gethostname(), os.getpid(), network.chosen_address() or address_towards(bounded_store.raw)
-        )
-        bounded_store.set(_HOST.format(rank), json.dumps(asdict(self._own)))
+        ip = network.chosen_address() or address_towards(bounded_store.raw)
+        self._own = Place(host, socket.gethostname(), os.getpid(), ip)
+        self._probe_at = 0.0
+        self._doors = [_listening_at(network.LOOPBACK)]
+        self._listener: socket.socket | None = None
+        """Where the previous rank connects, once it is known on which host that is."""
+        self._write(_HOST, self._doors[0])
 
     def connect(
         self, timeout: float, check: Callable[[], object]
     ) -> tuple[tuple[Connection, Connection], socket.socket, Place]:
         """Return connections to the next and the previous rank, the listening socket, and its place.
 
-        Calls ``check`` regularly, which may raise. Raises :class:`NotMetError`, or :class:`CommunicationError` if all
-        have come, but are not connected after ``timeout`` seconds.
+        Calls ``check`` regularly, which may raise. Raises :class:`NotMetError`, or :class:`ToldError` if a neighbour
+        has told of a failure.
         """
         deadline = time.monotonic() + timeout
-        following: Connection | None = None
-        preceding: Connection | None = None
-        try:
-            while following is None or preceding is None:
-                following = following or self._connect_to_next()
-                preceding = preceding or self._accept_previous()
-                if following is None or preceding is None:
-                    check()
-                    if following is not None and following.has_ended():
-                        raise self._lost(following)
-                    if time.monotonic() > deadline:
-                        raise self._missing(timeout)
-        except BaseException:
-            self._strangers += filter(None, (following, preceding))  # closed later, when others can read the reason
-            raise
-        listener, self._listener = self._listener, None
+        while self._following is None or self._preceding is None:
+            self._following = self._following or self._connect_to_next()
+            self._preceding = self._preceding or self._accept_previous()
+            if self._following is None or self._preceding is None:
+                check()
+                for each in filter(None, (self._following, self._preceding)):
+                    self._look_at(each)
+                if self._preceding is None:
+                    self._probe_previous()
+                if time.monotonic() > deadline:
+                    raise not_met(self._bounded_store, self._rank, self._ranks, timeout, self._trouble)
+        met, listener = (self._following, self._preceding), self._listener
         assert listener is not None
-        return (following, preceding), listener, self._own
+        self._following = self._preceding = self._listener = None
+        self._doors.remove(listener)
+        return met, listener, self._own
+
+    def tell(self, messages: Sequence[dict[str, Any]], seconds: float) -> None:
+        """Send messages to the neighbours that are connected, or will connect to this rank in the next seconds."""
+        until, untold = time.monotonic() + seconds, [self._following, self._preceding]
+        self._listener = self._listener or self._doors[0]  # the previous rank may have connected to that one
+        while True:
+            if self._preceding is None:
+                with contextlib.suppress(CommunicationError, OSError):
+                    self._preceding = self._accept_previous()
+                    untold.append(self._preceding)
+            for each in filter(None, untold):
+                for message in messages:
+                    each.send(message)
+            untold = []
+            if time.monotonic() >= until:
+                return
+            time.sleep(LOOK_SECONDS)
 
     def close(self) -> None:
-        """Close all sockets that :meth:`connect` has not returned."""
-        if self._listener is not None:
-            self._listener.close()
-        for each in self._strangers:
+        """Close all sockets that :meth:`connect` has not returned; what was sent over them arrives."""
+        for each in filter(None, (self._following, self._preceding)):
+            each.end_sending()
+            each.unread()  # else the system tells the neighbour of an error, in place of what was sent
             each.close()
+        for stranger in self._strangers:
+            stranger.close()
+        for door in self._doors:
+            door.close()
 
-    def _place_of(self, rank: int, key: str) -> dict[str, Any] | None:
+    def _write(self, key: str, listener: socket.socket) -> None:
+        """Write the place of this rank, and where it listens."""
+        told = {"place": asdict(self._own), "door": listener.getsockname()[:2], "secret": self._secret}
+        self._bounded_store.set(key.format(self._rank), json.dumps(told))
+
+    def _told_by(self, rank: int, key: str) -> dict[str, Any] | None:
         name = key.format(rank)
         if name not in self._known and self._bounded_store.check([name]):
             self._known[name] = json.loads(self._bounded_store.get(name))
         return self._known.get(name)
 
     def _connect_to_next(self) -> Connection | None:
-        address = self._place_of(self._next, _ADDRESS)
-        if address is None:
+        told = self._told_by(self._next, _HOST)
+        if told is not None and told["place"]["host"] != self._own.host:
+            told = self._told_by(self._next, _ADDRESS)
+        if told is None:
             return None
-        where = address["ip"], address["port"]
+        where = tuple(told["door"])
         try:
             connected = socket.create_connection(where, timeout=CONNECT_SECONDS)
         except ConnectionRefusedError as error:
@@ -248,19 +288,23 @@ class Meeting:
             self._trouble = f"rank {self._next} cannot be reached at {where[0]}:{where[1]} ({error})"
             return None
         connection = Connection(connected, self._next, self._link_timeout)
-        connection.send({"rank": self._rank, "secret": address["secret"]})
+        connection.send({"rank": self._rank, "secret": told["secret"]})
         return connection
 
     def _listen(self) -> None:
         """Listen at an address that the previous rank can reach, as soon as it has written on which host it is."""
-        previous = self._place_of(self._previous, _HOST)
+        previous = self._told_by(self._previous, _HOST)
         if previous is None:
             return
-        ip = network.LOOPBACK if previous["host"] == self._own.host else self._ip_towards(previous["ip"])
-        self._listener = socket.create_server((ip, 0), family=network.family_of(ip), backlog=16)
-        self._listener.setblocking(False)
-        self._own = replace(self._own, ip=ip, port=self._listener.getsockname()[1])
-        self._bounded_store.set(_ADDRESS.format(self._rank), json.dumps(asdict(self._own) | {"secret": self._secret}))
+        there = previous["place"]
+        if there["host"] == self._own.host:
+            self._listener = self._doors[0]
+        else:
+            self._listener = _listening_at(self._ip_towards(there["ip"]))
+            self._doors.append(self._listener)
+            self._write(_ADDRESS, self._listener)
+        ip, port, *_ = self._listener.getsockname()
+        self._own = replace(self._own, ip=ip, port=port)
 
     def _ip_towards(self, other: str) -> str:
         """Return the address of this host that is reachable from another host, whose address is given."""
@@ -289,39 +333,76 @@ class Meeting:
         expected = json.dumps({"rank": self._previous, "secret": self._secret})
         for each in list(self._strangers):
             try:
-                hello, gone = each.receive()
+                said = each.unread()
             except (ValueError, RecursionError):  # no rank sends this
-                hello, gone = [], True
-            if hello or gone:
+                said = [{}]
+            if said or each.has_ended:
                 self._strangers.remove(each)
-                if hello and hmac.compare_digest(json.dumps(hello[0]), expected):
+                if said and hmac.compare_digest(json.dumps(said.pop(0)), expected):
                     return each
                 each.close()
         return None
 
-    def _lost(self, following: Connection) -> NotMetError:
-        """Return the error to raise where the next rank was reached, and is gone before the previous one has come."""
-        if following.loss is None:
-            return NotMetError(self._next, Kind.ENDED)
-        host = (self._place_of(self._next, _HOST) or {}).get("name")
-        gist = os.strerror(following.loss.errno or 0)
-        what = f"rank {self._rank}, on {self._own.name}, has lost the connection to its host {host} ({gist})"
-        return NotMetError(self._next, Kind.UNREACHABLE, what)
+    def _probe_previous(self) -> None:
+        """Raise if the previous rank has come to this host, and is gone, though it has not connected."""
+        told = self._told_by(self._previous, _HOST)
+        if told is None or told["place"]["host"] != self._own.host or time.monotonic() < self._probe_at:
+            return
+        self._probe_at = time.monotonic() + PROBE_SECONDS
+        try:
+            socket.create_connection(tuple(told["door"]), timeout=LOOK_SECONDS).close()
+        except ConnectionRefusedError as error:
+            self._preceding = self._accept_previous()  # it may have connected, and gone on, since
+            if self._preceding is None:
+                raise NotMetError(self._previous, Kind.ENDED) from error
+        except OSError:  # too many wait to be accepted
+            pass
 
-    def _missing(self, timeout: float) -> CommunicationError:
-        missing = [rank for rank in self._ranks if self._place_of(rank, _HOST) is None]
-        if missing:
-            return NotMetError(missing[0], Kind.ABSENT, absent(missing, len(self._ranks), timeout))
-        text = f"not all of {len(self._ranks)} ranks had connected to each other after {timeout:g} s"
-        if self._trouble:
-            text += f". {self._trouble}: look at the network between the hosts, or {network.SET_INTERFACE}"
-        return CommunicationError(text)
+    def _look_at(self, neighbour: Connection) -> None:
+        """Raise if a neighbour has told of a failure, or is gone, while this rank waits for the other one."""
+        for message in neighbour.unread():
+            if message["kind"] == "failure":
+                raise ToldError(Failure.of_fields(message.get("first", message["failure"])))
+        if neighbour.has_ended:
+            raise self._lost(neighbour)
+
+    def _lost(self, neighbour: Connection) -> NotMetError:
+        """Return the error to raise where a neighbour was met, and is gone before the other one has come."""
+        if neighbour.loss is None:
+            return NotMetError(neighbour.peer, Kind.ENDED)
+        told = self._told_by(neighbour.peer, _HOST)
+        host = told["place"]["name"] if told is not None else ""
+        gist = os.strerror(neighbour.loss.errno or 0)
+        what = f"rank {self._rank}, on {self._own.name}, has lost the connection to its host {host} ({gist})"
+        return NotMetError(neighbour.peer, Kind.UNREACHABLE, what)
+
+
+def not_met(
+    bounded_store: BoundedStore, rank: int, ranks: Sequence[int], timeout: float, trouble: str = ""
+) -> NotMetError:
+    """Return the error of a ``rank`` that has waited until its time-out for all to be connected: it names those that
+    have not come, and nobody if all have."""
+    missing = [each for each in ranks if not bounded_store.check([_HOST.format(each)])]
+    if missing:
+        return NotMetError(missing[0], Kind.ABSENT, absent(missing, len(ranks), timeout))
+    text = f"not all of {len(ranks)} ranks had connected to each other after {timeout:g} s"
+    if trouble:
+        text += f". {trouble}: look at the network between the hosts, or {network.SET_INTERFACE}"
+    else:
+        text += "; look at the errors of all of them"
+    return NotMetError(rank, Kind.ABSENT, text)
+
+
+def _listening_at(ip: str) -> socket.socket:
+    listener = socket.create_server((ip, 0), family=network.family_of(ip), backlog=16)
+    listener.setblocking(False)
+    return listener
 
 
 _HOST = "host {}"
-"""The key under which a rank writes on which host it is."""
+"""The key under which a rank writes on which host it is, and where it listens there."""
 _ADDRESS = "address {}"
-"""The key under which a rank writes where it listens."""
+"""The key under which a rank writes where it listens for a previous rank on another host."""
 
 
 def _limit_silence(connected: socket.socket, seconds: float) -> None:

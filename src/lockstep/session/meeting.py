@@ -268,7 +268,8 @@ def _ask(bounded_store: BoundedStore, rank: int, world: int, timeout: float) -> 
     bounded_store.set(f"of rank {rank}", number)
     if not bounded_store.wait([number], timeout):
         raise CommunicationError(
-            f"rank {rank}: rank 0 of {world} has not come within {timeout:g} s; look at the errors of that process"
+            f"rank {rank}: rank 0 of {world} has not come within {timeout:g} s, or has ended since; look at the errors "
+            "of all ranks"
         )
     return bounded_store.get(number)
 
