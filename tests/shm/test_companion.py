@@ -174,10 +174,18 @@ def test_a_rank_that_comes_alone_is_told_who_is_missing():
 def fails_before_the_first_use(rank, port):
     dist.destroy_process_group()
     be_launched(rank, port)
-    with lockstep.session(backend="gloo"):
-        if rank.rank == 1:
-            raise ValueError("before the first use")
-        lockstep.mean(torch.ones(()))
+    before = threading.enumerate()
+    try:
+        with lockstep.session(backend="gloo"):
+            if rank.rank == 1:
+                raise ValueError("before the first use")
+            lockstep.mean(torch.ones(()))
+    except PeerFailure:
+        for each in threading.enumerate():  # the thread that makes the companion, and that of its store
+            if each not in before:
+                each.join(30)
+                assert not each.is_alive(), each
+        raise
 
 
 def test_a_rank_that_fails_before_the_first_use_ends_the_wait():

@@ -21,11 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep._base import network
-from lockstep._base.store import BoundedStore, StoreLostError, address_towards
+from lockstep._base.store import ANSWER_SECONDS, BoundedStore, StoreLostError, address_towards, own_connection
 from lockstep._base.texts import ranks_in_words
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.shm.constants import FAILURE_KEY, LIVENESS_SECONDS
 from lockstep.shm.shared_memory import SharedMemory
+
+PLACE_OF_RENDEZVOUS = "rendezvous"
+"""The part of a group's store in which its ranks meet."""
 
 _HELLO = struct.Struct("<I32s")
 _CREDENTIALS = struct.Struct("3i")
@@ -92,6 +95,16 @@ def clear_address(store: Any, rank: int) -> None:
         bounded_store.delete(f"{rank}")
 
 
+def give_up(store: Any, size: int, why: str) -> None:
+    """End the waits for ranks that have not come to a rendezvous: they raise, on every rank, and say ``why``.
+
+    Communicates over a connection of its own, since a thread that waits blocks the other one.
+    """
+    with suppress(StoreLostError), closing(BoundedStore(own_connection(store, ANSWER_SECONDS))) as bounded_store:
+        for rank in range(size):
+            bounded_store.compare_set(f"{rank}", "", json.dumps({"given_up": why}))
+
+
 def obstacle() -> str:
     """Return why this process cannot share memory with others, or an empty text."""
     if sys.platform != "linux":
@@ -115,6 +128,8 @@ def _addresses(bounded_store: BoundedStore, global_ranks: Sequence[int], timeout
         )
     addresses = [json.loads(bounded_store.get(key)) for key in keys]
     for other, address in enumerate(addresses):
+        if why := address.get("given_up"):
+            raise CommunicationError(f"rank {global_ranks[other]} did not come to the shm process group: {why}")
         if address.get("obstacle"):
             raise CannotShareMemoryError(
                 f"the shm backend cannot work on rank {global_ranks[other]}: {address['obstacle']}. Use Gloo: "

@@ -21,7 +21,7 @@ from lockstep.shm.many_hosts import Algorithm, ManyHosts
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import OneHost
 from lockstep.shm.peers import Peers
-from lockstep.shm.rendezvous import Rendezvous, clear_address, meet
+from lockstep.shm.rendezvous import PLACE_OF_RENDEZVOUS, Rendezvous, clear_address, meet
 from lockstep.shm.shared_memory import SharedMemory
 from lockstep.shm.staging import STAGING, Staging
 
@@ -50,7 +50,7 @@ class Runtime:
         options: ShmOptions,
         program_waits: Callable[[], bool],
     ) -> None:
-        place = PrefixStore("rendezvous", store)
+        place = PrefixStore(PLACE_OF_RENDEZVOUS, store)
         found = meet(place, rank, global_ranks, options.host or network.host_identity(), timeout)
         # What an earlier group of this name has left there is not found.
         store = PrefixStore(found.name, store)

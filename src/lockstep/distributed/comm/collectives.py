@@ -22,9 +22,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 from lockstep._base.abilities import Abilities, Addition, Chunks, abilities_of
 from lockstep._base.buckets import TensorSpec, plan_buckets
 from lockstep._base.store import in_background
+from lockstep._base.texts import first_line
 from lockstep.distributed.comm import waits
 from lockstep.distributed.comm.comm_stats import CommStats
-from lockstep.distributed.comm.companion import make_companion, store_for_companion
+from lockstep.distributed.comm.companion import give_up_companion, make_companion, store_for_companion
 from lockstep.distributed.comm.group_state import Watcher, sequence_number_on, state_of, watchers
 from lockstep.distributed.comm.groups import (
     Group,
@@ -180,10 +181,15 @@ class Collectives:
         made = in_background(lambda: make_companion(self._store, self.rank, self.global_ranks, limit))
         call = waits.Call(self.group, self._state.begun.add(), "companion", what)
         watcher, since = self.watcher, time.monotonic()
-        with watcher.waiting(what) if watcher is not None else contextlib.nullcontext(), waits.Waiting(call):
-            while not futures.wait([made], _SLICE.total_seconds()).done:
-                if watcher is not None:
-                    watcher.check_waiting(self.global_ranks, since)
+        try:
+            with watcher.waiting(what) if watcher is not None else contextlib.nullcontext(), waits.Waiting(call):
+                while not futures.wait([made], _SLICE.total_seconds()).done:
+                    if watcher is not None:
+                        watcher.check_waiting(self.global_ranks, since)
+        except BaseException as error:
+            why = f"rank {self.global_rank} gave up: {first_line(error)}"
+            in_background(lambda: give_up_companion(self._store, self.world, why))
+            raise
         try:
             return made.result()
         except RuntimeError as error:

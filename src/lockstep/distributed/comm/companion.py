@@ -18,10 +18,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.shm.gloo import make_gloo_group
 from lockstep.shm.group import ProcessGroupShm
-from lockstep.shm.rendezvous import CannotShareMemoryError
+from lockstep.shm.rendezvous import PLACE_OF_RENDEZVOUS, CannotShareMemoryError, give_up
 
 _ALONE = {"shm", "fake", "mpi", "threaded"}
 """Backends of the CPU without a companion: one that is ``shm`` itself, and those whose ranks do not meet at a store."""
+_PLACE, _PLACE_OF_SHM = "lockstep companion", "shm"
+"""The part of the group's store in which the companion is made, and the part of that for ``shm``."""
 
 
 def store_for_companion(group: Any, backends: str) -> Any | None:
@@ -44,11 +46,17 @@ def make_companion(store: Any, rank: int, global_ranks: Sequence[int], timeout: 
     Communicates a few keys of the store, and connects the ranks. Raises
     :class:`~lockstep.errors.CommunicationError` on all ranks if one of them does not come within the time-out.
     """
-    store, size = PrefixStore("lockstep companion", store), len(global_ranks)
+    store, size = PrefixStore(_PLACE, store), len(global_ranks)
     try:
-        return ProcessGroupShm(PrefixStore("shm", store), rank, size, timeout, global_ranks=global_ranks)
+        return ProcessGroupShm(PrefixStore(_PLACE_OF_SHM, store), rank, size, timeout, global_ranks=global_ranks)
     except CannotShareMemoryError as error:  # on every rank
         if rank == 0:
             text = "what lockstep sends between CPUs goes over a Gloo group of its own instead of shared memory: %s"
             logging.getLogger("lockstep").info(text, error)
         return make_gloo_group(PrefixStore("gloo", store), rank, size, timeout, None)
+
+
+def give_up_companion(store: Any, size: int, why: str) -> None:
+    """Let the ranks that still make the companion raise, which wait for a rank that does not come; any thread may call
+    it."""
+    give_up(PrefixStore(PLACE_OF_RENDEZVOUS, PrefixStore(_PLACE_OF_SHM, PrefixStore(_PLACE, store))), size, why)
