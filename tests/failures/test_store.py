@@ -19,7 +19,7 @@ import lockstep
 from lockstep._base.store import BoundedStore, StoreLostError, bounded, own_connection
 
 SOURCE = Path(lockstep.__file__).parent
-METHODS = {name for name in dir(dist.Store) if not name.startswith("_")} - {"clone"}
+METHODS = {name for name in dir(dist.Store) if not name.startswith("_")} - {"clone", "set_timeout"}
 
 
 def store_calls(source: str) -> list[str]:

@@ -172,20 +172,24 @@ def _resolve(environment: Environment, timeout: float) -> list[str]:
 
 
 def _connect(environment: Environment, timeout: timedelta) -> Any:
+    limit = timeout / 2  # where nobody listens any more, PyTorch tries for twice as long
     if environment.launcher_has_store:
         found = dist.rendezvous(  # type: ignore[attr-defined]
-            "env://", environment.rank, environment.world_size, timeout=timeout
+            "env://", environment.rank, environment.world_size, timeout=limit
         )
-        return next(iter(found))[0]
-    return TCPStore(
-        environment.address,
-        environment.port,
-        environment.world_size,
-        is_master=environment.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+        store = next(iter(found))[0]
+    else:
+        store = TCPStore(
+            environment.address,
+            environment.port,
+            environment.world_size,
+            is_master=environment.rank == 0,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    store.set_timeout(timeout)
+    return store
 
 
 def _wait_for_store(environment: Environment, timeout: float) -> None:
