@@ -138,15 +138,16 @@ def _port_in(path: Path) -> int | None:
 
 def _store(environment: Environment, timeout: float) -> Any:
     addresses = _resolve(environment, timeout)
+    is_here = any(map(network.is_own, addresses))
     if environment.launcher_has_store or environment.rank:
         _wait_for_store(environment, timeout)
-    elif not any(map(network.is_own, addresses)):
+    elif not is_here:
         text = "rank 0 hosts the store at which the ranks meet, but %s=%s (%s) is not its host; trying for %g s"
         _log.warning(text, environment.address_variable, environment.address, ", ".join(addresses), timeout)
     try:
         return bounded(lambda: _connect(environment, timedelta(seconds=timeout)), timeout)
     except (DistError, StoreLostError) as error:
-        if isinstance(error, DistError) and environment.rank == 0 and not environment.launcher_has_store:
+        if isinstance(error, DistError) and is_here and environment.rank == 0 and not environment.launcher_has_store:
             raise  # its port is in use
         raise _no_store(environment, timeout, error) from error
 
