@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SCALE = "scale-cpu-2-cores-2026-11-26.txt"
+SCALE = "scale-cpu-2-cores-2026-11-27.txt"
 INK, GOOD, BAD, LINE = "#123", "#5b8def", "#f2a65a", "#889"
 
 # (what a group of bars shows, the file, by bar: its label and the name of the ratio in the file)
