@@ -137,7 +137,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("stuck", "condition", "line", "backend"), [(*case, "shm") for case in CASES] + [(*CASES[0], "gloo")]
+    ("stuck", "condition", "line", "backend"),
+    [*((*case, "shm") for case in CASES), pytest.param(*CASES[0], "gloo", marks=pytest.mark.around)],
 )
 def test_a_rank_that_makes_no_progress_is_named_with_its_place(stuck, condition, line, backend, tmp_path):
     message = told(stuck, tmp_path, backend, "lockstep")

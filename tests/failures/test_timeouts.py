@@ -34,7 +34,8 @@ def waits_in_vain(rank, backend, port, release):
     return None
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.around)])
+@pytest.mark.around
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_the_rank_that_did_not_come_is_named_not_one_that_waited(backend, tmp_path):
     release = tmp_path / "release"
     os.mkfifo(release)

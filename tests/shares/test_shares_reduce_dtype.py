@@ -37,7 +37,8 @@ def trained(rank, dtype=None, reduce_dtype=torch.bfloat16, steps=4):
     return lockstep.shares.fingerprint(model, optimizer)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.around), torch.bfloat16])
+@pytest.mark.around
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_fingerprint_at_all_world_sizes(dtype):
     found = {run_ranks(world, trained, dtype, hosts=hosts)[0] for world, hosts in WORLDS}
     assert len(found) == 1
