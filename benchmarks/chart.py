@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -87,10 +88,10 @@ def _bar(y: float, label: str, ratio: float) -> Iterator[str]:
 
 def draw_scale() -> str:
     """CPU times of one rank over the number of ranks, both with logarithmic axes."""
-    head, *lines = (RESULTS / SCALE).read_text().partition("ranks   ")[2].splitlines()
-    rows = [line.split("  ") for line in lines[1 : lines.index(next(each for each in lines if "ratio" in each))]]
-    worlds = [int(row[0].replace(",", "")) for row in rows]
-    values = [[float(number) for number in re.findall(r"([\d.]+) \(", line)] for line in map("  ".join, rows)]
+    head, _, *lines = (RESULTS / SCALE).read_text().partition("ranks   ")[2].splitlines()
+    rows = list(takewhile(lambda line: line[:1].isdigit(), lines))
+    worlds = [int(row.partition(" ")[0].replace(",", "")) for row in rows]
+    values = [[float(number) for number in re.findall(r"([\d.]+) \(", row)] for row in rows]
     names = [name.removesuffix(", ms").strip() for name in re.split(r"\s{2,}", head.strip())]
 
     def x(world: int) -> float:

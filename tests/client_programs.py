@@ -41,6 +41,34 @@ def quiet() -> None:
         _kept.append(torchvision)
 
 
+PACKAGES = {
+    "gpt2": "transformers",
+    "gpt2_checkpointed": "transformers",
+    "gpt2_with_adapters": "peft",
+    "llama": "transformers",
+    "mixtral": "transformers",
+    "t5": "transformers",
+    "bert": "transformers",
+    "timm_vit": "timm",
+    "timm_convnext": "timm",
+    "torchvision_swin": "torchvision",
+    "diffusion": "diffusers",
+    "sentences": "sentence_transformers",
+    "graphs": "torch_geometric",
+    "equivariant": "e3nn",
+    "private": "opacus",
+    "gaussian_process": "gpytorch",
+    "lightning_module": "lightning",
+    "tensors_with_names": "tensordict",
+    "schedule_free": "schedulefree",
+    "lion": "lion_pytorch",
+    "adamp": "adamp",
+    "lamb": "pytorch_optimizer",
+    "riemannian": "geoopt",
+}
+"""The programs of clients/checked_programs.py, and the package that each needs."""
+
+
 def need(name: str) -> Any:
     """Skips the test, or the file, where a client is not installed."""
     if importlib.util.find_spec(name.partition(".")[0]) is None:

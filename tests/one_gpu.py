@@ -11,8 +11,9 @@ NCCL = "cpu:gloo,cuda:nccl"
 LIMIT = 100.0
 """Seconds for processes that have CUDA and NCCL to start."""
 CYCLES = 200_000_000
-LONG = 10 * CYCLES
 """At 1 to 2 GHz a tenth of a second or more: far longer than any kernel of the tests."""
+LONG = 10 * CYCLES
+"""A second or more: longer than a step takes a host that does other work, too."""
 
 
 def allows_several_ranks() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from client_programs import need
+from client_programs import PACKAGES, need
 from lockstep.check.checking import check, make_options
 from lockstep.check.job import PRECISIONS
 from lockstep.check.processes import started
@@ -15,32 +15,6 @@ from lockstep.check.sources import Source
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-
-PROGRAMS = {
-    "gpt2": "transformers",
-    "gpt2_checkpointed": "transformers",
-    "gpt2_with_adapters": "peft",
-    "llama": "transformers",
-    "mixtral": "transformers",
-    "t5": "transformers",
-    "bert": "transformers",
-    "timm_vit": "timm",
-    "timm_convnext": "timm",
-    "torchvision_swin": "torchvision",
-    "diffusion": "diffusers",
-    "sentences": "sentence_transformers",
-    "graphs": "torch_geometric",
-    "equivariant": "e3nn",
-    "private": "opacus",
-    "gaussian_process": "gpytorch",
-    "lightning_module": "lightning",
-    "tensors_with_names": "tensordict",
-    "schedule_free": "schedulefree",
-    "lion": "lion_pytorch",
-    "adamp": "adamp",
-    "lamb": "pytorch_optimizer",
-    "riemannian": "geoopt",
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +24,14 @@ def processes():
 
 
 def is_equal(processes, program, **options):
-    need(PROGRAMS[program])
+    need(PACKAGES[program])
     case = Source(str(HERE / "checked_programs.py"), "checked_programs", program)
     precision = options.get("precision", "float64")
     report = check(make_options(case, **options), processes, PRECISIONS[precision])
     assert report.is_equal, str(report)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", PACKAGES)
 def test_a_right_program_is_equal(processes, program):
     is_equal(processes, program)
 

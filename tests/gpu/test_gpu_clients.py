@@ -14,27 +14,27 @@ import torch
 from torch import nn
 
 import lockstep
-from client_programs import need
+from client_programs import PACKAGES, need
 from lockstep.check.case import batches_of_rank, make_optimizer
 from one_gpu import LIMIT, NCCL, allows_several_ranks, place_of
 from processes import run_processes
 
 CLIENTS = str(Path(__file__).parents[1] / "clients")
-PROGRAMS = {
-    "gpt2": "transformers",
-    "gpt2_checkpointed": "transformers",
-    "gpt2_with_adapters": "peft",
-    "llama": "transformers",
-    "mixtral": "transformers",
-    "t5": "transformers",
-    "bert": "transformers",
-    "timm_vit": "timm",
-    "timm_convnext": "timm",
-    "torchvision_swin": "torchvision",
-    "graphs": "torch_geometric",
-    "equivariant": "e3nn",
-    "lightning_module": "lightning",
-}
+PROGRAMS = (
+    "gpt2",
+    "gpt2_checkpointed",
+    "gpt2_with_adapters",
+    "llama",
+    "mixtral",
+    "t5",
+    "bert",
+    "timm_vit",
+    "timm_convnext",
+    "torchvision_swin",
+    "graphs",
+    "equivariant",
+    "lightning_module",
+)
 WAYS = (
     lambda module: nn.parallel.DistributedDataParallel(module, find_unused_parameters=True),
     lockstep.replicate,
@@ -75,7 +75,7 @@ def train_in_one_way(rank, device, make, way):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_two_ranks_end_with_the_weights_of_the_reference(home, program):
-    need(PROGRAMS[program])
+    need(PACKAGES[program])
     backend = NCCL if home.type == "cuda" and allows_several_ranks() else "gloo"
     wanted, *found = run_processes(2, train, program, timeout=LIMIT, backend=backend)[0]
     for each in found:
