@@ -25,6 +25,7 @@ import lockstep
 from lockstep import DataParallel
 from lockstep.errors import DeviceError, NotReplicableError
 from lockstep.local import ReplicaSet, replicate
+from lockstep.local.module_copy import CACHE
 
 CPU = torch.device("cpu")
 compiling = pytest.mark.usefixtures("compiled")
@@ -117,6 +118,14 @@ def test_the_first_replica_shares_the_storage_of_the_network(devices, first):
     one(x.to(first))
     two(x.to(_device(two)) + 10)
     torch.testing.assert_close(network.running_mean.cpu(), 0.1 * x.mean(0))
+
+
+def test_replicas_do_not_keep_the_replicas_that_their_network_keeps():
+    network = nn.Linear(2, 2)
+    for _ in range(2):
+        lockstep.local.data_parallel(network, torch.ones(4, 2), ["cpu", "cpu"])
+    assert CACHE in vars(network)
+    assert not any(CACHE in vars(each) for each in replicate(network, ["cpu", "cpu"]))
 
 
 def test_the_network_may_be_elsewhere(sim):
