@@ -1,7 +1,9 @@
 """Starts the ``lockstep`` command. It lies beside the package, whose import takes seconds: Ctrl-C ends that, too."""
 
+import contextlib
 import os
 import signal
+import sys
 from types import FrameType
 
 
@@ -13,7 +15,12 @@ def main() -> int:
 
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return run_command()
+    code = run_command()
+    if code == 128 + signal.SIGINT and "RANK" not in os.environ:
+        with contextlib.suppress(OSError):  # the reader of a pipe is interrupted as well
+            sys.stdout.flush()
+        os._exit(code)  # the launcher's threads, which still run, print when the interpreter stops them
+    return code
 
 
 def _end(signal_number: int, frame: FrameType | None) -> None:

@@ -2,6 +2,6 @@
 
 import sys
 
-from lockstep.cli.main import main
+from lockstep_command import main
 
 sys.exit(main())
