@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lockstep._base.devices import is_accelerator
+from lockstep._base.digests import Digests
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, plain_memory
 from lockstep.distributed.reduction.buckets.comm_hooks import Hook, HookInUse
 from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.buckets.plan import AdaptivePlan, travels_in_half
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
-from lockstep.distributed.reduction.module.equal_values import check_equal_values
+from lockstep.distributed.reduction.module.equal_values import SINCE_REPLICATED, check_equal_values
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.module.parameters import ParameterSet
 from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
@@ -39,8 +40,8 @@ class CommonState:
         *,
         compares_values: bool = True,
     ) -> None:
-        """``half``: the half precision in which gradients travel; None for their own dtype; ``compares_values``: those
-        of parameters that are put into the module later."""
+        """``half``: the half precision in which gradients travel; None for their own dtype; ``compares_values``: once,
+        before the first round, and those of parameters that are put into the module later."""
         self.collectives = collectives
         self.modules = modules
         self.buffers = buffers
@@ -57,6 +58,9 @@ class CommonState:
         self.buffer_source_moved = False
         """True if buffers are those of another rank than the first, which had run out of batches."""
         self._before_next_round: list[Callable[[], object]] = []
+        self.compares_first_values = compares_values and collectives.world > 1
+        """True until the first round that ends well: in that round ranks compare the values of all parameters."""
+        self._first_values: Digests | None = None  # before gradients of this rank alone may have changed them
         self.is_settled = False
         """True if every parameter has a bucket, in a plan that has been made anew after the first round, there are no
         communication hook, and nothing has to be agreed on."""
@@ -173,6 +177,25 @@ class CommonState:
         if not self.hook.is_agreed:
             self.hook.agree(self.collectives)
         self._settle()
+
+    def note_first_values(self) -> None:
+        """Note the values of parameters in the first backward that reaches the module and does not synchronise.
+
+        Afterwards ranks may change them for a while, as sharpness-aware minimisation does.
+        """
+        if self.compares_first_values and self._first_values is None:
+            self._first_values = Digests([each.parameter for each in self.parameters])
+
+    def compare_first_values(self) -> None:
+        """Raise, on every rank, if a parameter that had one value on all of them had not in the first backward.
+
+        One rank alone has loaded a checkpoint, for instance, or forward has chosen values by the rank's batch.
+        """
+        self.note_first_values()
+        digests, self._first_values = self._first_values, None
+        named = [(each.name, each.parameter) for each in self.parameters]
+        check_equal_values(named, self.collectives, what=SINCE_REPLICATED, digests=digests)
+        self.compares_first_values = False
 
     def look_for_retyped(self) -> bool:
         """Look for parameters that have become others on this rank, which have no gradient in buckets; return True if

@@ -338,6 +338,7 @@ class Reducer:
         with self._lock:
             watched = self._open_passes[-1]
             if self.rank_state.padding_batch is None:
+                self.common.note_first_values()
                 self._note_used(watched)
                 self.rank_state.begin_pass()
 

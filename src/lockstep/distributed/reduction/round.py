@@ -272,7 +272,7 @@ class Round:
             report = report._replace(statuses=self._wait_for_statuses(report.sums))
         ranks = common.collectives
         verdict = judge(report, ranks.rank, ranks.global_ranks, common.gradient_divide_factor)
-        is_usual = verdict.is_usual and self._decisions.is_default
+        is_usual = verdict.is_usual and self._decisions.is_default and not common.compares_first_values
         added = () if is_usual else self._agree(verdict)
         if added is None:
             return ()
@@ -327,7 +327,10 @@ class Round:
             if verdict.skip:
                 self._drop()
                 return None
-            return common.agree_anew() if verdict.changed else ()
+            added = common.agree_anew() if verdict.changed else ()
+            if common.compares_first_values:
+                common.compare_first_values()
+            return added
         except (PeerError, AgreementError, OptionError):
             self._drop()
             self._decisions.note_failure(at_backward=verdict.failed)

@@ -337,8 +337,9 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         output_device: Accepted; outputs stay where the module puts them.
         dim: Accepted; one process has one device.
         broadcast_buffers: Deprecated: False means ``buffer_policy="local"``, and buffers are not sent at the start.
-        init_sync: If True, rank 0's parameters and buffers are sent to all ranks now. If False, nothing is sent before
-            the first backward, which also compares the modules of the ranks.
+        init_sync: If True, rank 0's parameters and buffers are sent to all ranks now, and the first backward compares
+            the values of parameters. If False, nothing is sent before the first backward, which compares the modules
+            of the ranks, but no values.
         process_group: The ranks; the default group if None.
         bucket_cap_mb: Size of a bucket of gradients in MiB; 25 if None, and 1 for the first. Smaller buckets leave
             earlier, larger ones have less overhead.

@@ -10,15 +10,19 @@ from lockstep.distributed.comm.agreement import all_gather_object, first_differi
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import OutOfSyncError
 
+SINCE_REPLICATED = "was changed after the module was replicated"
+"""What has happened to a parameter whose values differ in the first round: ``replicate()`` had made them equal."""
+
 
 def check_equal_values(
     named: Sequence[tuple[str, Tensor]],
     collectives: Collectives,
     kind: str = "parameter",
     what: str = "was put into the module after it was replicated",
+    digests: Digests | None = None,
 ) -> None:
     """Raise :class:`OutOfSyncError`, on every rank, if a tensor differs between ranks: see :func:`find_difference`."""
-    found = find_difference(named, collectives)
+    found = find_difference(named, collectives, digests)
     if found is not None:
         raise OutOfSyncError(
             f"{kind} {found.name} {what}, and has other values on rank {found.rank} than on rank "
@@ -40,14 +44,18 @@ class Difference(NamedTuple):
     """The digests of the values on the first rank and on the other one."""
 
 
-def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> Difference | None:
+def find_difference(
+    named: Sequence[tuple[str, Tensor]], collectives: Collectives, digests: Digests | None = None
+) -> Difference | None:
     """Return the first tensor whose bits differ on some rank from the group's first; the same on every rank.
+
+    ``digests``: those of the tensors, if they are of an earlier moment.
 
     Communicates what :func:`all_gather_object` does, and once more if there is a difference.
     """
     if not named:
         return None
-    digests = Digests([tensor for _, tensor in named])
+    digests = digests or Digests([tensor for _, tensor in named])
     whole = int(digests.digest(collectives.device))
     if first_differing(all_gather_object(whole, "digest of all values", collectives)) is None:
         return None
