@@ -18,6 +18,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import PeerFailure, StalledError
 from lockstep.failures import channel, proc
+from lockstep.failures.stall import FIRST_STEPS, StallWatch
 from lockstep.session import watch
 from processes import run_processes
 
@@ -159,25 +160,34 @@ def test_it_is_found_in_waits_that_are_the_programs_own(tmp_path):
     assert "in runs_for_ever" in told(runs_for_ever, tmp_path, "shm", "its own")
 
 
-def evaluates(rank, name):
-    """Rank 1 does something that takes long, in a phase with a name; rank 0 waits for it."""
+def evaluates(rank, name, decided):
+    """Rank 1 stays in a phase until rank 0, which waits for it, has decided if that is too long."""
+    decide = StallWatch._is_too_late
+
+    def decide_and_say(*args):
+        verdict = decide(*args)
+        Path(decided).write_text("yes" if verdict else "no")  # until rank 1 reads it
+        return verdict
+
+    StallWatch._is_too_late = decide_and_say
     model = lockstep.replicate(nn.Linear(2, 2))
     with lockstep.watch(stall_factor=2, stall_minimum=0.3) as watch:
-        for step in range(100):
-            time.sleep(0.01)
-            if step == 30 and rank.rank == 1:
+        for step in range(FIRST_STEPS + 5):
+            if step == FIRST_STEPS + 3 and rank.rank == 1:
                 with watch.channel.progress.phase(name):
-                    time.sleep(2)
+                    verdict = Path(decided).read_text()
             model(torch.ones(1, 2)).sum().backward()
-    return True
+    return verdict if rank.rank == 1 else ""
 
 
-def test_a_phase_with_a_name_may_take_longer():
-    assert run_processes(2, evaluates, "evaluation", backend="shm") == [True, True]
+def test_a_phase_with_a_name_may_take_longer(tmp_path):
+    os.mkfifo(tmp_path / "decided")
+    assert run_processes(2, evaluates, "evaluation", str(tmp_path / "decided"), backend="shm") == ["", "no"]
 
 
-def test_a_phase_of_a_step_may_not():
-    outcomes = run_processes(2, evaluates, "data", backend="shm", errors=True)
+def test_a_phase_of_a_step_may_not(tmp_path):
+    os.mkfifo(tmp_path / "decided")
+    outcomes = run_processes(2, evaluates, "data", str(tmp_path / "decided"), backend="shm", errors=True)
     assert "rank 1 makes no progress" in str(outcomes[0].error)
 
 

@@ -67,13 +67,13 @@ def test_a_signal_is_a_request_at_once_even_while_the_main_thread_waits_in_c(num
 def sent_again(rank, number, times):
     requests = StopRequests(name="rank 0")
     requests.take_over()
-    stop_requests._AT_ONCE = 0.05
+    stop_requests._AT_ONCE = 0.0
     store = dist.HashStore()
 
     def sends():
-        for _ in range(times):
+        for sent in range(times):
             os.kill(os.getpid(), number)
-            time.sleep(0.1)
+            wait_until(lambda: len(requests._arrivals) > sent)  # noqa: B023 - it is called here
         store.set("sent", "")
 
     threading.Thread(target=sends, daemon=True).start()
