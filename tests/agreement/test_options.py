@@ -264,9 +264,9 @@ def test_what_ranks_must_agree_on():
 
 
 def test_options_are_read_by_name():
-    assert read_options({}, "f") == Options()
-    assert read_options({"dim": 1, "buffer_policy": "mean"}, "f") == Options(dim=1, buffer_policy="mean")
+    assert read_options({}) == Options()
+    assert read_options({"dim": 1, "buffer_policy": "mean"}) == Options(dim=1, buffer_policy="mean")
     with pytest.raises(
-        UnknownOptionError, match=r"f\(\) got an unexpected keyword argument 'dimm'; did you mean dim\?"
+        UnknownOptionError, match=r"replicate\(\) got an unexpected keyword argument 'dimm'; did you mean dim\?"
     ):
-        read_options({"dimm": 1}, "f")
+        read_options({"dimm": 1})

@@ -170,12 +170,12 @@ def device_label(device: torch.device) -> str:
     return device.type if device.index is None else str(device.index)
 
 
-def warn_if_unbalanced(devices: Sequence[torch.device], tolerance: float = 0.25) -> None:
-    """Warn once, by name, if devices differ by more than ``tolerance`` in memory or in processors."""
+def warn_if_unbalanced(devices: Sequence[torch.device]) -> None:
+    """Warn once, by name, if devices differ by more than a quarter in memory or in processors."""
     for attribute, noun in (("total_memory", "memory"), ("multi_processor_count", "processors")):
         values = {device: _property(device, attribute) for device in dict.fromkeys(devices)}
         known = {device: value for device, value in values.items() if value}
-        if not known or min(known.values()) >= (1 - tolerance) * max(known.values()):
+        if not known or min(known.values()) >= 0.75 * max(known.values()):
             continue
         least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
         warnings.warn(

@@ -258,12 +258,12 @@ class FailureChannel:
         """Send a message around the ring; ranks that have set :meth:`on` for its kind get its fields."""
         self._messenger.send(kind, **fields)
 
-    def wait_until_told(self, seconds: float = GRACE_SECONDS) -> None:
-        """Return when the messages of this rank have been sent, or after some seconds.
+    def wait_until_told(self) -> None:
+        """Return when the messages of this rank have been sent, or after a second.
 
         Call it before anything that may hold the interpreter for long, such as a garbage collection.
         """
-        self._messenger.wait_until_sent(seconds)
+        self._messenger.wait_until_sent(GRACE_SECONDS)
 
     def on(self, kind: str, handler: Callable[[dict[str, Any]], object]) -> None:
         """Call ``handler`` with each message of a kind, from the channel's thread."""

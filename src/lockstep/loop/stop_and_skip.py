@@ -155,7 +155,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
             _skip(schedulers)
         else:
             for scheduler in schedulers:
-                scheduler.check_no_open_window("skip_on()")
+                scheduler.check_no_open_window()
     for scheduler, buffers in zip(schedulers, kept, strict=True):
         if scheduler.decisions.skipped:
             for each in buffers:

@@ -427,7 +427,7 @@ class session:
             stall_minimum,
             time_limit,
             link_timeout,
-            known_signals(stop_signals, "session()"),
+            known_signals(stop_signals),
         )
         self._alone = alone
         self._session: Session | None = None

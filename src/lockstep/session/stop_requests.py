@@ -201,15 +201,17 @@ class StopRequests:
         return set(self._before)
 
 
-def known_signals(numbers: Iterable[int], caller: str) -> tuple[signal.Signals, ...]:
+def known_signals(numbers: Iterable[int]) -> tuple[signal.Signals, ...]:
     """Return signals that a program can take over; raises :class:`OptionError` for anything else."""
     try:
         found = tuple(map(signal.Signals, numbers))
     except (TypeError, ValueError) as error:
-        raise OptionError(f"{caller}: stop_signals has what is no signal ({error}); give signal.SIGUSR1, ...") from None
+        raise OptionError(
+            f"session(): stop_signals has what is no signal ({error}); give signal.SIGUSR1, ..."
+        ) from None
     for each in found:
         if each in (signal.SIGKILL, signal.SIGSTOP):
-            raise OptionError(f"{caller}: stop_signals has {each.name}, which no program can take over")
+            raise OptionError(f"session(): stop_signals has {each.name}, which no program can take over")
     return found
 
 

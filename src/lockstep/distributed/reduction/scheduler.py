@@ -285,13 +285,13 @@ class GroupScheduler(PassObserver):
                     raise
         self._note_skipped()
 
-    def check_no_open_window(self, caller: str) -> None:
-        """Raise :class:`OptionError` if gradients have accumulated that are to be synchronised later, outside of
-        ``no_sync()``."""
+    def check_no_open_window(self) -> None:
+        """Raise :class:`OptionError` if gradients have accumulated, as ``skip_on()`` ends, that are to be synchronised
+        later, outside of ``no_sync()``."""
         for module in self._synchronising():
             if module.rank_state.has_accumulated:
                 raise OptionError(
-                    f"{caller} has ended between the micro-batches of a step: if it left out one of them, it would not "
+                    "skip_on() has ended between the micro-batches of a step: if it left out one of them, it would not "
                     "be known whether others follow. Put it around all micro-batches of the step, or inside the block "
                     "of accumulate() or no_sync() of each"
                 )

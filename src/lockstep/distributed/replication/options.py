@@ -161,12 +161,12 @@ class Options:
         ]
 
 
-def read_options(given: Mapping[str, Any], caller: str) -> Options:
+def read_options(given: Mapping[str, Any]) -> Options:
     """Return the options given by name; raise :class:`lockstep.errors.UnknownOptionError` for an unknown one."""
     known = [field.name for field in fields(Options)]
     for name in given:
         if name not in known:
-            raise unknown_option(caller, name, known)
+            raise unknown_option("replicate", name, known)
     return Options(**given)
 
 

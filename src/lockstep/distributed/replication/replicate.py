@@ -95,7 +95,7 @@ def replicate(
 
     Stands for: ``torch.distributed._composable.replicate.replicate``.
     """
-    chosen = read_options(options, "replicate")
+    chosen = read_options(options)
     chosen.warn_deprecated(stacklevel=2)
     if not isinstance(module, Module):
         raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
