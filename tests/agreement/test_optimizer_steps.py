@@ -128,6 +128,7 @@ def compiled_steps(rank):
     return [what for what, _ in observer.seen]
 
 
+@pytest.mark.around
 def test_a_step_in_compiled_code_is_seen_each_time():
     assert run_processes(1, compiled_steps) == [["begins", "ended"] * 3]
 

@@ -151,9 +151,20 @@ CASES = [
     *((name, torch.bfloat16, "SGD") for name in ("mlp", "normalised", "encoder")),
 ]
 
+# Each model once, each dtype and optimizer with several.
+FEW = [
+    ("mlp", torch.bfloat16, "SGD"),
+    ("normalised", torch.float32, "SGD"),
+    ("encoder", torch.float64, "Adam"),
+    ("recurrent", torch.float32, "Adam"),
+    ("bag", torch.float32, "SGD"),
+    ("tied", torch.float64, "Adam"),
+    ("complex", torch.float32, "Adam"),
+]
 
-def compare(rank, bucket_cap_mb):
-    for name, dtype, optimizer in CASES:
+
+def compare(rank, bucket_cap_mb, cases):
+    for name, dtype, optimizer in cases:
         plain = rank.make(MODELS[name])
         plain = plain if name == "complex" else plain.to(dtype)
         model = WAYS["torch"](copy.deepcopy(plain), bucket_cap_mb=bucket_cap_mb)
@@ -167,11 +178,17 @@ def compare(rank, bucket_cap_mb):
 
 
 @pytest.mark.parametrize(
-    ("world", "bucket_cap_mb"),
-    [pytest.param(1, None, marks=pytest.mark.soak), pytest.param(2, None, marks=pytest.mark.around), (2, 0.001)],
+    ("world", "bucket_cap_mb", "cases"),
+    [
+        pytest.param(1, None, CASES, marks=pytest.mark.soak),
+        pytest.param(2, None, CASES, marks=pytest.mark.around),
+        pytest.param(2, 0.001, CASES, marks=pytest.mark.around),
+        (2, 0.001, FEW),
+    ],
+    ids=["1", "2", "2, small buckets", "2, small buckets, few"],
 )
-def test_every_bit_is_the_same_over_two_ranks(world, bucket_cap_mb):
-    run_processes(world, compare, bucket_cap_mb)
+def test_every_bit_is_the_same_over_two_ranks(world, bucket_cap_mb, cases):
+    run_processes(world, compare, bucket_cap_mb, cases)
 
 
 def compare_under_a_hook(rank):

@@ -161,7 +161,7 @@ def soon():
     deadlock_watch.WAIT_SECONDS, deadlock_watch.LOOK_SECONDS = 0.05, 0.01
 
 
-PAUSE = 0.3
+PAUSE = 0.15  # three times that after which a rank tells of its wait
 
 
 def one_computes(rank, groups):

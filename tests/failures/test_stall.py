@@ -209,7 +209,8 @@ def stops_at_once(rank, timeout):
         return type(failure), str(failure)
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.around)])
+@pytest.mark.around  # waits for most of a time-out; the limit by itself: test_inquiry.py
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_rank_that_stops_in_its_first_steps_is_named_before_the_time_out(backend):
     outcomes = run_processes(2, stops_at_once, 5.0, backend=backend, group_timeout=5.0, errors=True)
     first, second = (each.result for each in outcomes)
