@@ -227,7 +227,23 @@ def test_each_rank_reads_one_value_in_an_exchange():
     for told, reads in run_ranks(4, tell_all, store):
         assert told == [[0, 0, 1, 1], [None] * 4, [{"of": rank} for rank in range(4)]]
         assert reads == ["0 of all", "1 of all", "2 of all"]
-    assert store.get("0 of all") == b'[["0", 2], ["1", 2]]'  # of neighbours that say the same, once
+
+
+def tell_by_halves(rank, store):
+    return by_store(rank, store).tell(rank.rank // 2, "save()")
+
+
+def test_what_neighbours_say_alike_is_written_once():
+    store = dist.HashStore()
+    assert run_ranks(4, tell_by_halves, store) == [[0, 0, 1, 1]] * 4
+    assert store.get("0 of all") == b'[["0", 2], ["1", 2]]'
+
+
+def test_exchanges_that_are_over_leave_the_store():
+    store = dist.HashStore()
+    run_ranks(4, tell_all, store)
+    assert store.check(["2 of all"])
+    assert store.num_keys() == 1
 
 
 def test_a_rank_that_does_not_answer_behind_the_training():

@@ -133,8 +133,9 @@ class RanksByStore(Ranks):
     """The ranks of a group, which communicate through a store: for a thread beside the thread that uses the group.
 
     Each rank writes one value and reads one: the first rank collects the values, and writes them together, equal ones
-    of neighbours once. ``check`` raises if another rank has failed, or the session has given up. ``timeout`` is the
-    number of seconds to wait for a rank.
+    of neighbours once. What has been read by all is removed from the store: only the last round's values, together,
+    stay. ``check`` raises if another rank has failed, or the session has given up. ``timeout`` is the number of seconds
+    to wait for a rank.
     """
 
     def __init__(self, ranks: Ranks, store: BoundedStore, check: Callable[[], object], timeout: float) -> None:
@@ -163,6 +164,10 @@ class RanksByStore(Ranks):
         else:
             self._wait([together], what)
         told = [(json.loads(text), count) for text, count in json.loads(bounded_store.get(together))]
+        with contextlib.suppress(CommunicationError):  # the answers are known
+            bounded_store.delete(keys[self.rank])
+            if self.rank == 0 and self._round:  # all have come to this round, and so have read the last one
+                bounded_store.delete(f"{self._round - 1} of all")
         self._round += 1
         return [value for value, count in told for _ in range(count)]
 
