@@ -17,10 +17,7 @@ ranks, with all their threads, and what the clock says.
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +28,7 @@ import torch
 import torch.distributed as dist
 from ddp_models import Task, tasks, training_step
 from harness import arguments, mib, ms, ratio, table
+from link_ranks import MEGABITS, bytes_sent, is_rank, no_links, over_links, run_as_rank
 from rank_processes import Turn, launch, slowest, take_turns
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -40,12 +38,10 @@ import lockstep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hosts.network import Hosts, missing
 from threaded import Rank, run_ranks
 
 CPU = torch.device("cpu")
 UNIT = 2.0**-9
-MEGABITS = 200
 MODELS = ("encoder", "many small")
 INNER = 3
 """Steps in a turn."""
@@ -126,10 +122,8 @@ def steps_of(rank: int, group: Callable[[], Any], task: Task) -> dict[str, Calla
     return {name: training_step(wrap(task.module(CPU), group()), task.data(rank, CPU)) for name, wrap in WAYS.items()}
 
 
-def rank_over_link(rank: int, world: int, folder: Path, quick: bool, rounds: int) -> None:
-    """What a host runs: leaves its turns, and the bytes of one step of each way, in a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+def rank_over_link(rank: int, quick: bool, rounds: int) -> list[Any]:
+    """On one host: the turns of all ways, and the bytes of one step of each."""
     task = tasks(quick)["encoder"]
     steps = steps_of(rank, dist.new_group, replace(task, batch=(2, 16, task.batch[-1])))
     turns = take_turns(steps, rounds, 1)
@@ -139,41 +133,17 @@ def rank_over_link(rank: int, world: int, folder: Path, quick: bool, rounds: int
         before = bytes_sent()
         step()
         sent[name] = bytes_sent() - before
-    (folder / f"result{rank}").write_text(json.dumps([turns, sent]))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def bytes_sent() -> int:
-    """Return what has left this host."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
-
-
-def over_link(world: int, quick: bool, rounds: int) -> tuple[dict[str, Turn], dict[str, int]]:
-    """The medians of all ways, and the bytes that the first rank's host sends in a step."""
-    with tempfile.TemporaryDirectory() as folder, Hosts(world) as hosts:
-        started = []
-        for rank in range(world):
-            hosts.slow_down(rank, MEGABITS)
-            said = [str(rank), str(world), folder, str(int(quick)), str(rounds)]
-            command = [sys.executable, __file__, "--rank", *said]
-            log = Path(folder) / f"log{rank}"
-            environment = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": os.pathsep.join(sys.path)}
-            started.append((hosts.start(rank, command, environment, log), log))
-        for process, log in started:
-            if process.wait(timeout=600):
-                raise RuntimeError(log.read_text())
-        results = [json.loads((Path(folder) / f"result{rank}").read_text()) for rank in range(world)]
-    return slowest([turns for turns, _ in results]), results[0][1]
+    return [turns, sent]
 
 
 def measure_link(quick: bool, rounds: int) -> None:
     """The tables of steps over links."""
-    if reason := missing(("ip", "tc", "unshare")):
+    if reason := no_links():
         print(f"\nno link: {reason}")
         return
     for world in [2] if quick else [2, 4]:
-        times, sent = over_link(world, quick, rounds)
+        results = over_links(__file__, world, quick, rounds)
+        times, sent = slowest([turns for turns, _ in results]), results[0][1]
         rows = [[name, ms(whole), mib(sent[name])] for name, (_, whole) in times.items()]
         table(f"a step of {world} ranks over {MEGABITS} Mbit/s", ["way", "ms", "MiB sent"], rows)
         for name in ("bfloat16", "float16"):
@@ -233,8 +203,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        number, size, place, is_quick, turns = sys.argv[2:]
-        rank_over_link(int(number), int(size), Path(place), is_quick == "1", int(turns))
+    if is_rank():
+        run_as_rank(rank_over_link)
     else:
         main()

@@ -14,31 +14,22 @@ of ``bench_shard_optimizer.py``. "processor ms" is what one rank's threads take,
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import arguments, mib, ms, ratio, table
+from link_ranks import MEGABITS, bytes_sent, is_rank, no_links, over_links, run_as_rank
 from rank_processes import launch
 
 import lockstep  # registers shm
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.phases import Phases
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from hosts.network import Hosts, missing
-
 assert lockstep
-MEGABITS = 200
 ALL_REDUCE, REDUCE_SCATTER = "all-reduce", "reduce-scatter"
 ALL_GATHER, BROADCASTS = "all-gather", "broadcasts, one of each rank"
 DIRECT = "all-gather of lockstep"
@@ -103,35 +94,17 @@ def measure_loopback(worlds: Sequence[int], numel: int, rounds: int) -> None:
                 ratio(f"{title}: clock, {one} / {other}", found[one][0], found[other][0])
 
 
-def over_link(rank: int, world: int, folder: Path, numel: int, rounds: int) -> None:
-    """What a host runs; the first leaves what it has found in a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
-    found = measured(dist.new_group(), numel, rounds, lambda: int(counter.read_text()))
-    (folder / f"result{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+def on_link(rank: int, numel: int, rounds: int) -> dict[str, list[float]]:
+    return measured(dist.new_group(), numel, rounds, bytes_sent)
 
 
 def measure_link(worlds: Sequence[int], numel: int, rounds: int) -> None:
     """The tables of ranks on several hosts."""
-    if reason := missing(("ip", "tc", "unshare")):
+    if reason := no_links():
         print(f"\nno link: {reason}")
         return
     for world in worlds:
-        with tempfile.TemporaryDirectory() as folder, Hosts(world) as hosts:
-            started = []
-            for rank in range(world):
-                hosts.slow_down(rank, MEGABITS)
-                said = [str(each) for each in (rank, world, folder, numel, rounds)]
-                log = Path(folder) / f"log{rank}"
-                environment = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": os.pathsep.join(sys.path)}
-                started.append((hosts.start(rank, [sys.executable, __file__, "--rank", *said], environment, log), log))
-            for process, log in started:
-                if process.wait(timeout=300):
-                    raise RuntimeError(log.read_text())
-            found = json.loads((Path(folder) / "result0").read_text())
+        found = over_links(__file__, world, numel, rounds)[0]
         title = f"{world} ranks over {MEGABITS} Mbit/s"
         table(title, ["collective", "clock ms", "MiB sent"], [[n, ms(t), mib(b)] for n, (t, _, b) in found.items()])
         for one, other in COMPARED:
@@ -148,8 +121,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        number, size, place, count, turns = sys.argv[2:]
-        over_link(int(number), int(size), Path(place), int(count), int(turns))
+    if is_rank():
+        run_as_rank(on_link)
     else:
         main()
