@@ -36,3 +36,11 @@ def test_300_ranks_come_to_grief(record_property):
     trials = [run_trial(random_plan(numbers)) for _ in range(300)]
     print(table(trials))
     assert [(str(trial.plan), trial.problems) for trial in trials if trial.problems] == []
+
+
+@pytest.mark.soak
+def test_of_16_ranks_one_comes_to_grief():
+    numbers = random.Random(16)
+    trials = [run_trial(random_plan(numbers, worlds=[16])) for _ in range(30)]
+    print(table(trials))
+    assert [(str(trial.plan), trial.problems) for trial in trials if trial.problems] == []

@@ -11,6 +11,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -107,9 +108,11 @@ _ROUND = ("collect", "collective", "wait", "finish", "hook", "optimizer")
 
 def _judge_other(plan: Plan, rank: int, told: dict) -> list[str]:
     problems = []
-    if told["threads"]:
+    # Gloo connects in C++, where nothing ends that before the time-out: docs/reliability.md says so.
+    connects = plan.backend == "gloo" and not plan.place and told["threads"] == ["lockstep makes the group"]
+    if told["threads"] and not connects:
         problems.append(f"rank {rank} still has threads: {told['threads']}")
-    if told["sockets"]:
+    if told["sockets"] and not connects:
         problems.append(f"rank {rank} still has the sockets {told['sockets']}")
     if told["type"] is None and (plan.place == "tear-down" or (plan.place, plan.action) == _DONE):
         return problems  # it was done
@@ -167,9 +170,9 @@ def _free_port() -> int:
 # ------------------------------------------------------------------------------------------- plans
 
 
-def random_plan(numbers: random.Random) -> Plan:
+def random_plan(numbers: random.Random, worlds: Sequence[int] = (2, 3, 4)) -> Plan:
     """Any place, any action, any rank."""
-    world = numbers.choice([2, 3, 4])
+    world = numbers.choice(worlds)
     victim, backend = numbers.randrange(world), numbers.choice(["gloo", "shm"])
     has_store = numbers.random() < 0.5
     if numbers.random() < 0.25:

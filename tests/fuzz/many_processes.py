@@ -43,7 +43,8 @@ from processes import run_processes
 from threaded import new_gloo_group, run_ranks
 
 WIDTH = 3
-GROUP_TIMEOUT = 5
+GROUP_TIMEOUT, RUN_TIMEOUT = 5, 60
+"""Seconds that ranks wait for each other, and that a program may take: with up to four ranks (:func:`longer`)."""
 SHORTEN_SECONDS = 60  # within the limit of a test, with a program that does not end before and after it
 
 
@@ -54,6 +55,11 @@ HARMLESS = (
     "This process .* is multi-threaded, use of fork",
 )
 """What PyTorch and lockstep warn of in programs that are right."""
+
+
+def longer(seconds: float, world: int) -> float:
+    """Return more seconds for many ranks, which share the cores."""
+    return seconds * max(1, world / 4)
 
 
 class F(NamedTuple):
@@ -220,13 +226,14 @@ class Board:
     """What ranks that are threads tell each other past the process group: how a line ended on each of them."""
 
     def __init__(self, world: int) -> None:
-        self._barrier = threading.Barrier(world, timeout=60)
+        self._barrier = threading.Barrier(world, timeout=longer(RUN_TIMEOUT, world))
         self._said: list[str] = [""] * world
         self._store = dist.HashStore()
 
     def new_group(self, rank: Any, number: int) -> Any:
         """One more group of all ranks."""
-        return new_gloo_group(dist.PrefixStore(str(number), self._store), rank.rank, rank.world, GROUP_TIMEOUT)
+        seconds = longer(GROUP_TIMEOUT, rank.world)
+        return new_gloo_group(dist.PrefixStore(str(number), self._store), rank.rank, rank.world, seconds)
 
     def exchange(self, rank: int, value: str) -> list[str]:
         self._said[rank] = value
@@ -240,11 +247,12 @@ class GroupBoard:
     """The same for ranks that are processes."""
 
     def __init__(self, world: int) -> None:
-        self._world, self._group = world, dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        limit = timedelta(seconds=longer(RUN_TIMEOUT, world))
+        self._world, self._group = world, dist.new_group(backend="gloo", timeout=limit)
 
     def new_group(self, rank: Any, number: int) -> Any:
         """One more group of all ranks."""
-        return dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT))
+        return dist.new_group(timeout=timedelta(seconds=longer(GROUP_TIMEOUT, self._world)))
 
     def exchange(self, rank: int, value: str) -> list[str]:
         said = [""] * self._world
@@ -1023,7 +1031,11 @@ def _linear(seed: int) -> nn.Linear:
 
 def play(program: str, setting: Setting) -> None:
     """Run a program on all ranks; raises what is wrong, with the line."""
-    limits: dict[str, Any] = {"timeout": 60, "group_timeout": GROUP_TIMEOUT, "device": setting.device}
+    limits: dict[str, Any] = {
+        "timeout": longer(RUN_TIMEOUT, setting.world),
+        "group_timeout": longer(GROUP_TIMEOUT, setting.world),
+        "device": setting.device,
+    }
     if setting.processes:
         run_processes(setting.world, _play, None, program, setting, backend=setting.backend, **limits)
         return

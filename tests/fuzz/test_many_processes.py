@@ -35,3 +35,11 @@ def test_programs_are_right_or_refused_by_name(seed, kind):
         assert failure is None, str(failure)
         operations += len(draw(each, length=10, worlds=(2, 3, 4), device=device)[0].splitlines())
     print(f"100 programs, {operations} operations: all right")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(50_000, 50_000 + SOAK // 20, 10))
+def test_programs_of_many_ranks_are_right_or_refused_by_name(seed):
+    for each in range(seed, seed + 10):
+        failure = find_failure(each, length=8, worlds=(5, 16))
+        assert failure is None, str(failure)
