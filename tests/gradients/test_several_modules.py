@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.distributed.replication.replication import find_replication
 from small_modules import fails_in_backward, one_weight, x_of
-from threaded import count_collectives, run_ranks
+from threaded import count_collectives, new_gloo_group, run_ranks
 
 
 def network(width=3):
@@ -311,6 +311,34 @@ def test_modules_on_different_groups():
     STORES[:] = [dist.HashStore()]
     try:
         assert run_ranks(2, two_groups) == [[[1.5, 1.5]] * 2] * 2
+    finally:
+        STORES.clear()
+
+
+def sent_before_the_end(rank, own_groups):
+    """How many collectives have begun when a backward through two modules of several buckets comes to its end."""
+    groups = [rank.group, rank.group]
+    if own_groups:
+        groups[1] = new_gloo_group(dist.PrefixStore("another", STORES[0]), rank.rank, rank.world, 30)
+    layers = [nn.Sequential(*(one_weight() for _ in range(3))) for _ in groups]
+    modules = [
+        lockstep.replicate(each, process_group=group, bucket_cap_mb=1e-6)
+        for each, group in zip(layers, groups, strict=True)
+    ]
+    with count_collectives(rank) as seen:
+        for _ in range(3):
+            x, at_end = x_of(rank).requires_grad_(), []
+            x.register_hook(lambda _, at_end=at_end: at_end.append(len(seen)))
+            begun = len(seen)
+            modules[1](modules[0](x)).sum().backward()
+    return at_end[0] - begun
+
+
+@pytest.mark.parametrize(("own_groups", "wanted"), [(False, 0), (True, 4)])
+def test_buckets_leave_early_where_each_module_has_a_group(own_groups, wanted):
+    STORES[:] = [dist.HashStore()]
+    try:
+        assert run_ranks(2, sent_before_the_end, own_groups) == [wanted] * 2
     finally:
         STORES.clear()
 
