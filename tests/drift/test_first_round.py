@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.errors import OutOfSyncError
+from lockstep.errors import OutOfSyncError, PeerError
 from threaded import count_collectives, run_ranks
 
 X = torch.linspace(-2, 3, 16, dtype=torch.float64).view(8, 2)
@@ -113,6 +113,38 @@ def test_a_forward_that_chooses_weights_by_the_rank_s_batch_is_an_error_on_every
 def test_values_are_not_compared_without_init_sync():
     (first, *_), (second, *_) = run_ranks(2, lambda rank: train(rank, load_a_checkpoint, init_sync=False))
     assert (first, second) == (None, None)
+
+
+def test_values_are_compared_until_they_are_equal():
+    def work(rank):
+        net = lockstep.replicate(network(), process_group=rank.group)
+        load_a_checkpoint(net, rank)
+        for _ in range(2):
+            with pytest.raises(OutOfSyncError):
+                net(X).square().sum().backward()
+
+    run_ranks(2, work)
+
+
+def test_values_from_before_a_failed_round_are_not_compared():
+    """One rank has seen values in a micro-batch, the other one fails before; then all load the same checkpoint."""
+
+    def work(rank):
+        net = lockstep.replicate(network()[0], process_group=rank.group)
+        if rank.rank == 0:
+            with net.no_sync():
+                net(X[:4]).sum().backward()
+        loss = net(X[4:]).sum()
+        if rank.rank == 1:
+            loss.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises((PeerError, ZeroDivisionError)):
+            loss.backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(0.5)
+        net(X).sum().backward()
+
+    run_ranks(2, work)
 
 
 def test_values_are_compared_once():

@@ -40,8 +40,8 @@ class CommonState:
         *,
         compares_values: bool = True,
     ) -> None:
-        """``half``: the half precision in which gradients travel; None for their own dtype; ``compares_values``: once,
-        before the first round, and those of parameters that are put into the module later."""
+        """``half``: the half precision in which gradients travel; None for their own dtype; ``compares_values``:
+        of all parameters, in the first round, and of those that are put into the module later."""
         self.collectives = collectives
         self.modules = modules
         self.buffers = buffers
@@ -186,16 +186,19 @@ class CommonState:
         if self.compares_first_values and self._first_values is None:
             self._first_values = Digests([each.parameter for each in self.parameters])
 
+    def forget_first_values(self) -> None:
+        """Forget the noted values, as a failed round ends: other ranks may have noted none, and all may load others."""
+        self._first_values = None
+
     def compare_first_values(self) -> None:
         """Raise, on every rank, if a parameter that had one value on all of them had not in the first backward.
 
         One rank alone has loaded a checkpoint, for instance, or forward has chosen values by the rank's batch.
         """
         self.note_first_values()
-        digests, self._first_values = self._first_values, None
         named = [(each.name, each.parameter) for each in self.parameters]
-        check_equal_values(named, self.collectives, what=SINCE_REPLICATED, digests=digests)
-        self.compares_first_values = False
+        check_equal_values(named, self.collectives, what=SINCE_REPLICATED, digests=self._first_values)
+        self.compares_first_values, self._first_values = False, None
 
     def look_for_retyped(self) -> bool:
         """Look for parameters that have become others on this rank, which have no gradient in buckets; return True if

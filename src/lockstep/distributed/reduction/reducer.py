@@ -494,10 +494,12 @@ class Reducer:
             ended, self._round = self._round, None
             if ended is not None:
                 self._end_round(ended)
-            if ended is not None and (failed or self._has_failed):
-                ended.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
-            elif failed:
-                self._members.drop_gradients()
+            if failed or (ended is not None and self._has_failed):
+                self.common.forget_first_values()
+                if ended is not None:
+                    ended.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
+                else:
+                    self._members.drop_gradients()
             if failed or ended is not None:
                 applied = not (failed or self._has_failed)
                 knows_steps = ended is not None and applied and not ended.is_joined

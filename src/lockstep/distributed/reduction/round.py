@@ -314,8 +314,8 @@ class Round:
         return GatheredStatuses(self._common.collectives, self._said, f"statuses, round {self.number}")
 
     def _agree(self, verdict: Verdict) -> Sequence[ManagedParameter] | None:
-        """Carry out the agreement that the verdict asks for; return new parameters of which some rank has a gradient,
-        or None if the batch is left out.
+        """Carry out the agreement that the verdict asks for, and in the first round compare the values of parameters;
+        return new parameters of which some rank has a gradient, or None if the batch is left out.
 
         Raises as :meth:`conclude` does.
         """
