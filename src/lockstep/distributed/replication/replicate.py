@@ -71,7 +71,8 @@ def replicate(
     each other that they have managed. Each backward communicates one all-reduce for each bucket of gradients, while the
     rest of backward runs. A bucket has 25 MiB, the first one 1 MiB (not on ``shm``). A gradient of at least 4 MiB
     (on an accelerator: of a bucket's size) is sent without a bucket. The last all-reduce also carries the parameters
-    that were used, small buffers, and failures.
+    that were used, small buffers, and failures. The first backward also compares the values of parameters, by one
+    all-reduce of 4 KiB.
 
     ``torch.autograd.grad`` returns the gradients of this rank alone, and gradients from ``backward(create_graph=True)``
     have no graph: use :func:`lockstep.loop.mean_over_ranks`.
