@@ -5,15 +5,19 @@ graph may have saved. A frozen parameter needs no copy on the network's device: 
 """
 
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, compress
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from lockstep._base.inner_tensors import copied, is_ordinary
+from lockstep._base.tensor_state import Layouts
+from lockstep.errors import NotReplicableError
 from lockstep.local.checks import require_on
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
@@ -54,9 +58,9 @@ class ReplicaBuffers:
     def refresh(self, *, grad: bool) -> None:
         """Bind new tensors to the copies' slots, differentiable ones with ``grad``."""
         now = self._now()
-        if not identical(now, self._found):
+        if not identical(now, self._found) or self._layouts.changed():
             self._sort(now)
-        linking = [i for i, t in enumerate(self._sources) if t.requires_grad] if grad else []
+        linking = self._requiring if grad else []
         plain = [t for t in self._sources if not t.requires_grad] if linking else self._sources
         rows: Iterable[Iterable[Tensor]] = self._plain_copies(plain)
         if linking:
@@ -66,6 +70,32 @@ class ReplicaBuffers:
 
     def _for_slots(self, row: list[Tensor]) -> list[Tensor | None]:
         return [None if i is None else row[i] for i in self._order]
+
+    def check_sizes(self) -> None:
+        """Raise :class:`~lockstep.errors.NotReplicableError` if forward has made a buffer of a replica larger in place.
+
+        Buffers of a replica may share memory, so it may have written into others. Call this after forward.
+        """
+        for number, holders in enumerate(self._targets):
+            if self._shares(number):
+                continue
+            now = list(map(_present, holders, self._names))
+            if list(map(_numel, now)) != self._numels:
+                self._check_sizes(now)
+
+    def _check_sizes(self, now: list[Tensor | None]) -> None:
+        storages = Counter(_storage(t) for t in now if t is not None)
+        for name, tensor, numel in zip(self._names, now, self._numels, strict=True):
+            if tensor is not None and tensor.numel() > numel and storages[_storage(tensor)] > 1:
+                raise NotReplicableError(
+                    f"forward has resized buffer {name} of a replica in place, from {numel} elements to "
+                    f"{tensor.numel()}: it may have written into other buffers, which share its memory. Let the buffer "
+                    "have its size before the module is replicated (run the module itself on one batch), or assign a "
+                    "new tensor"
+                )
+
+    def _shares(self, number: int) -> bool:
+        return number == 0 and self._first_shares and self._devices[0] == self._source
 
     def _now(self) -> list[Tensor | None]:
         return list(map(operator.getitem, self._holders, self._names))
@@ -81,6 +111,10 @@ class ReplicaBuffers:
         self._order = [None if t is None else numbers[id(t)] for t in found]
         if any(t.device != self._source for t in self._sources):
             require_on(self._network, self._source)
+        self._requiring = [i for i, t in enumerate(self._sources) if t.requires_grad]
+        self._numels = list(map(_numel, found))
+        self._layouts = Layouts(self._sources)
+        self._batches = [_Batch(self._sources[i : i + _BATCH]) for i in range(0, len(self._sources), _BATCH)]
         self._found = found
 
     def _plain_copies(self, tensors: list[Tensor]) -> Iterator[Iterable[Tensor]]:
@@ -90,14 +124,20 @@ class ReplicaBuffers:
         away = [device for device in self._devices if device != self._source]
         arrived = iter(broadcast_coalesced(packed, away, self._cap_bytes) if away else ())
         for number, device in enumerate(self._devices):
-            shares = number == 0 and self._first_shares and device == self._source
-            made: Iterable[Tensor] = _clones(packed) if device == self._source else next(arrived)
+            shares = self._shares(number)
             if shares:
-                made = [t.detach() if t.requires_grad else t for t in packed]
+                made: Iterable[Tensor] = [t.detach() if t.requires_grad else t for t in packed]
+            elif device == self._source:
+                made = chain.from_iterable(map(_Batch.clones, self._batches_of(packed)))
+            else:
+                made = next(arrived)
             if alone:
                 packed_ones = iter(made)
                 made = [self._one(t, device, shares) if id(t) in alone else next(packed_ones) for t in tensors]
             yield made
+
+    def _batches_of(self, tensors: list[Tensor]) -> list["_Batch"]:
+        return self._batches if tensors is self._sources else [_Batch(tensors)]
 
     def _one(self, tensor: Tensor, device: torch.device, shares: bool) -> Tensor:
         frozen = id(tensor) in self._in_parameter_slots and tensor.is_leaf and not tensor.requires_grad
@@ -114,11 +154,47 @@ class ReplicaBuffers:
         return rows
 
 
-def _clones(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Copy tensors, a few at a time: Python would look for garbage if thousands were made before the old ones go."""
-    batches = (tensors[i : i + _BATCH] for i in range(0, len(tensors), _BATCH))
-    return chain.from_iterable(map(_clone_all, batches))
+def _present(holder: Any, name: str) -> Tensor | None:
+    try:
+        found: Tensor | None = holder[name]
+    except KeyError:  # forward has deleted it
+        return None
+    return found
 
 
-_BATCH = 256
+def _numel(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor.numel()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
+
+
 _clone_all: Callable[[list[Tensor]], Iterable[Tensor]] = getattr(torch, "_foreach_clone", partial(map, Tensor.clone))
+_BATCH = 256  # Python would look for garbage if thousands of copies were made before the old ones go
+
+
+class _Batch:
+    """Some tensors to be copied together: those of one dimension through one tensor, which takes half the time."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        vectors: dict[torch.dtype, list[int]] = defaultdict(list)
+        for i, tensor in enumerate(tensors):
+            # Quantizers resize vectors of no element or one in place.
+            if tensor.dim() == 1 and tensor.numel() > 1 and tensor.layout == torch.strided and not tensor.is_complex():
+                vectors[tensor.dtype].append(i)
+        groups = [[tensors[i] for i in members] for members in vectors.values()]
+        self._vectors = [(members, [t.numel() for t in members]) for members in groups]
+        places = list(chain.from_iterable(vectors.values()))
+        rest = [i for i in range(len(tensors)) if i not in set(places)]
+        self._rest = [tensors[i] for i in rest]
+        made = {place: number for number, place in enumerate([*places, *rest])}
+        self._order = [made[i] for i in range(len(tensors))]
+
+    def clones(self) -> Iterable[Tensor]:
+        """Return copies of the tensors, in their order; each counts its own versions."""
+        made: list[Tensor] = []
+        for members, sizes in self._vectors:
+            made += torch.unsafe_split_with_sizes(torch.cat(members), sizes)
+        made += _clone_all(self._rest) if self._rest else ()
+        return map(made.__getitem__, self._order)

@@ -146,10 +146,12 @@ class ReplicaSet:
                 self._built.attributes.keep_what_forward_set()
 
     def check_slots(self) -> None:
-        """Raise :class:`~lockstep.errors.NotReplicableError` if a forward has made a parameter in one replica."""
+        """Raise :class:`~lockstep.errors.NotReplicableError` if a forward has made a parameter in one replica, or has
+        made a buffer larger in place."""
         with self._lock:
             if self._built is not None:
                 self._built.slots.check()
+                self._built.buffers.check_sizes()
 
 
 class _Built:
@@ -163,7 +165,7 @@ class _Built:
         self.copies = [ModuleCopy(network) for _ in devices]
         self.parameters = ReplicaParameters(modules, self.copies, devices, detach=detach, cap_bytes=cap_bytes)
         self.parameters.bind()
-        self._buffers = ReplicaBuffers(
+        self.buffers = ReplicaBuffers(
             network,
             self.parameters.recopied,
             self.copies,
@@ -172,7 +174,7 @@ class _Built:
             first_shares=not network_first,
             cap_bytes=cap_bytes,
         )
-        self._buffers.refresh(grad=False)
+        self.buffers.refresh(grad=False)
         self._structure = StructureSnapshot(modules)
         self.attributes = Attributes(modules, self.copies)
         self.slots = ReplicaSlots(([modules] if network_first else []) + [copy.modules for copy in self.copies])
@@ -191,7 +193,7 @@ class _Built:
         if not self.parameters.bound:
             self.slots.forget()  # old links keep a graph to the former parameters
         bound_anew = self.parameters.bind()
-        self._buffers.refresh(grad=grad)
+        self.buffers.refresh(grad=grad)
         self.attributes.give()
         if bound_anew or self.parameters.recopied:
             self.slots.look()

@@ -1,0 +1,101 @@
+"""Buffers of a replica that share memory: each is a tensor of its own for whoever writes to it."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import DataParallel
+from lockstep.errors import NotReplicableError
+from lockstep.local import ReplicaSet
+
+
+class Scaled(nn.Module):
+    """Gives its scale the size of the input's rows when it first sees some, in place, as quantizers do."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(elements))
+        self.register_buffer("rest", torch.full((100,), 3.0))
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        if self.scale.numel() < x.shape[1]:
+            self.scale.resize_(x.shape[1]).fill_(2.0)
+        return x * self.scale * self.weight * self.rest.mean()
+
+
+@pytest.mark.parametrize(("kind", "elements"), [("cpu", 2), ("sim", 1), ("sim", 2)])
+def test_a_buffer_made_larger_in_place_is_refused_by_name(kind, elements, devices):
+    network = DataParallel(Scaled(elements).to(devices(1)[0]), device_ids=devices(2))
+    with pytest.raises(NotReplicableError, match=f"buffer scale .* in place, from {elements} elements to 64"):
+        network(torch.ones(4, 64, device=devices(1)[0]))
+
+
+def test_a_vector_of_one_element_may_grow_on_the_cpu():
+    network = DataParallel(Scaled(1), device_ids=["cpu", "cpu"])
+    assert torch.equal(network(torch.ones(4, 64)), torch.full((4, 64), 6.0))
+
+
+def test_a_buffer_that_has_its_size_already_is_written_in_place(devices):
+    first, second = devices(2)
+    network = Scaled(1).to(first)
+    network(torch.ones(1, 64, device=first))
+    wrapped = DataParallel(network, device_ids=[first, second])
+    assert torch.equal(wrapped(torch.ones(4, 64, device=first)), torch.full((4, 64), 6.0, device=first))
+
+
+class Dropping(nn.Module):
+    """Has no buffers after its first forward, and a larger one in the place of a third."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "abc":
+            self.register_buffer(name, torch.ones(3))
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if hasattr(self, "a"):
+            del self.a
+        self.b, self.c = None, torch.ones(30)
+        return self.layer(x)
+
+
+def test_forward_may_drop_and_replace_buffers():
+    network = Dropping()
+    wrapped = DataParallel(network, device_ids=["cpu", "cpu"])
+    x = torch.ones(4, 2)
+    for _ in range(2):
+        assert torch.equal(wrapped(x), network.layer(x))
+
+
+def test_copied_buffers_keep_order_values_and_versions_of_their_own():
+    network = nn.Module()
+    kept = {
+        "a": torch.arange(3.0), "b": torch.tensor(1), "c": torch.arange(4), "d": torch.arange(6.0).view(2, 3),
+        "e": torch.empty(0), "f": torch.arange(8.0)[::2], "g": torch.arange(3) * 1j, "h": torch.ones(2).half(),
+    }  # fmt: skip
+    for name, value in kept.items():
+        network.register_buffer(name, value)
+    first, second = ReplicaSet(network, [torch.device("cpu")] * 2).refresh()
+    for name, value in kept.items():
+        copy = getattr(second, name)
+        assert getattr(first, name) is value
+        assert copy.dtype == value.dtype
+        assert torch.equal(copy, value)
+        assert copy.data_ptr() != value.data_ptr() or not value.numel()
+    second.a.add_(1)
+    assert (second.a._version, second.f._version) == (1, 0)
+    assert torch.equal(network.a, torch.arange(3.0))
+    assert torch.equal(second.f, network.f)
+
+
+def test_a_buffer_resized_in_place_in_the_network_is_copied_anew():
+    network = nn.Module()
+    network.register_buffer("a", torch.ones(2))
+    network.register_buffer("b", torch.ones(2))
+    replicas = ReplicaSet(network, [torch.device("cpu")] * 2)
+    replicas.refresh()
+    network.a.resize_(5).fill_(4.0)
+    _, second = replicas.refresh()
+    assert torch.equal(second.a, torch.full((5,), 4.0))
+    assert torch.equal(second.b, torch.ones(2))
