@@ -553,7 +553,7 @@ class Reducer:
         assert self._round is not None
         self._aborted = self._round
         self._aborted.abort(self.rank_state.status(self._round.number, part, self._round.passive))
-        self.decisions.note_aborted(self)
+        self.decisions.note_aborted(self.finish_aborted)
 
     def finish_aborted(self) -> None:
         """Return when all messages of an aborted round have arrived, and the decisions of the ranks in it are known."""

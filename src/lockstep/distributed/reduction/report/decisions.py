@@ -8,19 +8,12 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lockstep.distributed.comm.group_state import shared_object, state_of
 from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.report.verdict import LoopVerdict
 from lockstep.errors import OptionError, ShareError
-
-
-class HasAborted(Protocol):
-    """An object that has aborted a round, and has not read the report of the other ranks yet."""
-
-    def finish_aborted(self) -> None:
-        """Read the report, and update the :class:`Decisions`."""
 
 
 class _Batch(NamedTuple):
@@ -120,7 +113,7 @@ class Decisions:
         self._padding: list[object] = []
         self._shares: list[int] = []
         self._requests: list[Callable[[], object]] = []
-        self._aborted: weakref.WeakSet[HasAborted] = weakref.WeakSet()
+        self._aborted: list[weakref.WeakMethod[Any]] = []
         self.skips_next = False
         """True if the rank skips the batch in its next round, which has other micro-batches as well."""
         self._stops = False
@@ -271,13 +264,17 @@ class Decisions:
         """Note that a backward that synchronises is over."""
         self.skips_next = False
 
-    def note_aborted(self, reader: HasAborted) -> None:
-        """Note a round that this rank has aborted, and whose report it has not read yet."""
-        self._aborted.add(reader)
+    def note_aborted(self, finish: Callable[[], object]) -> None:
+        """Note a round that this rank has aborted; ``finish``: a method that reads its report, and updates this."""
+        method = weakref.WeakMethod(finish)
+        if method not in self._aborted:
+            self._aborted.append(method)
 
     def _finish_aborted(self) -> None:
         while self._aborted:
-            self._aborted.pop().finish_aborted()
+            finish = self._aborted.pop()()
+            if finish is not None:
+                finish()
 
     @property
     def is_default(self) -> bool:
