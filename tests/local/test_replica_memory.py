@@ -24,7 +24,7 @@ class Scaled(nn.Module):
         return x * self.scale * self.weight * self.rest.mean()
 
 
-@pytest.mark.parametrize(("kind", "elements"), [("cpu", 2), ("sim", 1), ("sim", 2)])
+@pytest.mark.parametrize(("kind", "elements"), [("cpu", 4), ("sim", 1), ("sim", 4)])
 def test_a_buffer_made_larger_in_place_is_refused_by_name(kind, elements, devices):
     network = DataParallel(Scaled(elements).to(devices(1)[0]), device_ids=devices(2))
     with pytest.raises(NotReplicableError, match=f"buffer scale .* in place, from {elements} elements to 64"):
@@ -87,6 +87,15 @@ def test_copied_buffers_keep_order_values_and_versions_of_their_own():
     assert (second.a._version, second.f._version) == (1, 0)
     assert torch.equal(network.a, torch.arange(3.0))
     assert torch.equal(second.f, network.f)
+
+
+def test_copied_buffers_can_be_viewed_as_any_dtype():
+    network = nn.Module()
+    for name, numel in {"a": 4, "b": 5, "c": 16, "d": 6, "e": 32}.items():
+        network.register_buffer(name, torch.arange(numel, dtype=torch.uint8))
+    _, second = ReplicaSet(network, [torch.device("cpu")] * 2).refresh()
+    for name in "ce":
+        assert torch.equal(getattr(second, name).view(torch.complex128), getattr(network, name).view(torch.complex128))
 
 
 def test_a_buffer_resized_in_place_in_the_network_is_copied_anew():

@@ -171,6 +171,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 _clone_all: Callable[[list[Tensor]], Iterable[Tensor]] = getattr(torch, "_foreach_clone", partial(map, Tensor.clone))
+_ALIGNMENT = 16  # of every copy, so that it can be viewed as any dtype; vectors of one element, which quantizers resize
+# in place, keep memory of their own
 _BATCH = 256  # Python would look for garbage if thousands of copies were made before the old ones go
 
 
@@ -180,8 +182,12 @@ class _Batch:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         vectors: dict[torch.dtype, list[int]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
-            # Quantizers resize vectors of no element or one in place.
-            if tensor.dim() == 1 and tensor.numel() > 1 and tensor.layout == torch.strided and not tensor.is_complex():
+            if (
+                tensor.dim() == 1
+                and tensor.layout == torch.strided
+                and tensor.nbytes
+                and not tensor.nbytes % _ALIGNMENT
+            ):
                 vectors[tensor.dtype].append(i)
         groups = [[tensors[i] for i in members] for members in vectors.values()]
         self._vectors = [(members, [t.numel() for t in members]) for members in groups]
