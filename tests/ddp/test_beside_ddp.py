@@ -32,6 +32,8 @@ from ddp_reference import Branches, ddp_class, failure, scalars
 from processes import run_processes
 from small_modules import fails_in_backward, one_weight, x_of
 
+pytestmark = pytest.mark.around
+
 CASES: dict[str, Callable[..., Any]] = {}
 
 

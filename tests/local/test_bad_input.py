@@ -615,7 +615,8 @@ def test_ctrl_c_waits_for_the_workers(python, where):
     assert run.returncode == 0
 
 
-@pytest.mark.parametrize("where", [AT_A_MEETING, pytest.param(IN_FORWARD, marks=pytest.mark.around)])
+@pytest.mark.around
+@pytest.mark.parametrize("where", [AT_A_MEETING, IN_FORWARD])
 def test_ctrl_c_twice_does_not_wait(python, where):
     """The worker is stuck, and stays so; the caller goes on with others."""
     run = python(CTRL_C, *where, "twice")

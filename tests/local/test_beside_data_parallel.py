@@ -723,12 +723,13 @@ def test_replicas_of_a_compiled_module(reference, compiler):
     assert all(list(r.state_dict()) == list(compiled.state_dict()) for r in replicas)
 
 
+@pytest.mark.around
 @pytest.mark.parametrize(
     ("order", "backend"),
     [
         ("DataParallel(compile)", "eager"),
         ("compile(DataParallel)", "aot_eager"),
-        pytest.param("DataParallel(compile)", "aot_eager", marks=pytest.mark.around),
+        ("DataParallel(compile)", "aot_eager"),
     ],
 )
 def test_compiled_modules(compiler, backend, order):

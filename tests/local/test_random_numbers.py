@@ -208,6 +208,7 @@ def test_accelerators_draw_from_their_own_generators(sim):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.around
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_replicas():
     torch._dynamo.reset()

@@ -1597,7 +1597,8 @@ def test_compiled_modules_use_the_parameters_of_their_replica(backend, where):
 @pytest.mark.skipif(
     "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="no such option in this PyTorch"
 )
-@pytest.mark.parametrize("where", ["the network", pytest.param("in place", marks=pytest.mark.around)])
+@pytest.mark.around
+@pytest.mark.parametrize("where", ["the network", "in place"])
 def test_many_compiled_replicas_stay_below_the_recompile_limit(where):
     """Each counts its own compilations: of eight, for different sizes in two modes, none runs uncompiled."""
 

@@ -292,6 +292,7 @@ def compiled(rank):
     return step(torch.full((4,), rank.rank + 1.0)).tolist()
 
 
+@pytest.mark.around
 def test_collectives_can_be_compiled():
     assert run_processes(2, compiled, backend="shm") == [[18.0] * 4] * 2
 
