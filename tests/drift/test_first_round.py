@@ -108,6 +108,7 @@ def test_a_forward_that_chooses_weights_by_the_rank_s_batch_is_an_error_on_every
     """The first forward is that of the first step."""
     for error, *_ in run_ranks(2, train, change_nothing):
         assert error.startswith("parameter 1.scale was changed after the module was replicated")
+        assert error.endswith("run one forward on the same batch on every rank before")
 
 
 def test_values_are_not_compared_without_init_sync():

@@ -28,7 +28,8 @@ def check_equal_values(
             f"{kind} {found.name} {what}, and has other values on rank {found.rank} than on rank "
             f"{collectives.global_ranks[0]}, so gradients are of different networks; no gradient has been handed out. "
             "Give every rank the same values (the same checkpoint, the same seed, "
-            "torch.distributed.broadcast) before forward, or replicate when the module is complete"
+            "torch.distributed.broadcast) before forward, or replicate when the module is complete. If forward chooses "
+            "values by its first batch, run one forward on the same batch on every rank before"
         )
 
 
