@@ -185,6 +185,23 @@ def test_what_a_rank_adds_to_its_weights_after_its_first_backward_is_no_error():
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+def test_values_that_all_ranks_change_after_one_has_accumulated_are_no_error():
+    def work(rank):
+        net = lockstep.replicate(network()[0], process_group=rank.group)
+        if rank.rank == 1:
+            with net.no_sync():
+                net(X[:4]).sum().backward()
+            net.zero_grad()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(0.5)
+        net(X[rank.rank :: 2]).sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    first, second = run_ranks(2, work)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def test_a_checkpoint_that_one_rank_loads_before_it_accumulates_is_an_error():
     def work(rank):
         net = lockstep.replicate(network(), process_group=rank.group)

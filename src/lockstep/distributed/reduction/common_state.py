@@ -17,7 +17,11 @@ from lockstep.distributed.reduction.buckets.comm_hooks import Hook, HookInUse
 from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.buckets.plan import AdaptivePlan, travels_in_half
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
-from lockstep.distributed.reduction.module.equal_values import SINCE_REPLICATED, check_equal_values
+from lockstep.distributed.reduction.module.equal_values import (
+    SINCE_REPLICATED,
+    check_equal_values,
+    find_difference,
+)
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.module.parameters import ParameterSet
 from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
@@ -193,11 +197,14 @@ class CommonState:
     def compare_first_values(self) -> None:
         """Raise, on every rank, if a parameter that had one value on all of them had not in the first backward.
 
-        One rank alone has loaded a checkpoint, for instance, or forward has chosen values by the rank's batch.
+        One rank alone has loaded a checkpoint, for instance, or forward has chosen values by the rank's batch. Values
+        that are equal by now are right, whatever was noted: one rank may have noted some before all loaded others.
         """
-        self.note_first_values()
         named = [(each.name, each.parameter) for each in self.parameters]
-        check_equal_values(named, self.collectives, what=SINCE_REPLICATED, digests=self._first_values)
+        now = Digests([parameter for _, parameter in named])
+        if find_difference(named, self.collectives, now) is not None:
+            first = self._first_values or now
+            check_equal_values(named, self.collectives, what=SINCE_REPLICATED, digests=first)
         self.compares_first_values, self._first_values = False, None
 
     def look_for_retyped(self) -> bool:
