@@ -73,6 +73,30 @@ def test_forwards_and_backwards_of_several_wrappers_in_any_order(use):
     assert run_processes(2, run, use, "lockstep", True) == [[[1.5, 1.5]], [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]]]
 
 
+def with_small_buckets(rank):
+    """Outside of `join`, these send buckets before the end of backward."""
+
+    def layers():
+        return torch.nn.Sequential(*(one_weight() for _ in range(3)))
+
+    a, b = (lockstep.DistributedDataParallel(layers(), bucket_cap_mb=1e-6) for _ in range(2))
+    x = torch.full((1, 1), rank.rank + 1.0)
+    for _ in range(2):
+        b(a(x)).sum().backward()
+    seen = []
+    with Join([a, b]):
+        for _ in range(1 + 2 * rank.rank):
+            a.zero_grad()
+            b.zero_grad()
+            b(a(x)).sum().backward()
+            seen.append([p.grad.item() for p in (*a.parameters(), *b.parameters())])
+    return seen
+
+
+def test_wrappers_that_send_buckets_early():
+    assert run_processes(2, with_small_buckets) == [[[1.5] * 6], [[1.5] * 6, [1.0] * 6, [1.0] * 6]]
+
+
 def test_a_wrapper_that_does_not_synchronise_beside_one_that_does():
     assert run_processes(2, run, in_two_backwards_of_one, "lockstep", True) == [
         [[1.5, 1.0]],
