@@ -68,6 +68,26 @@ def test_forward_may_drop_and_replace_buffers():
         assert torch.equal(wrapped(x), network.layer(x))
 
 
+class Sliced(nn.Module):
+    """Has a mask that is a part of a larger buffer, as long as the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("whole", torch.ones(64))
+        self.register_buffer("mask", self.whole[:4])
+
+    def forward(self, x):
+        self.mask = self.whole[: x.shape[1]]
+        return x * self.mask
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_forward_may_assign_a_larger_part_of_another_buffer(kind, devices):
+    first, second = devices(2)
+    x = torch.ones(4, 16, device=first)
+    assert torch.equal(DataParallel(Sliced().to(first), device_ids=[first, second])(x), x)
+
+
 def test_copied_buffers_keep_order_values_and_versions_of_their_own():
     network = nn.Module()
     kept = {

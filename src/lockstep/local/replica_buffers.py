@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, compress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +52,7 @@ class ReplicaBuffers:
         self._names = [name for _, _, name in self._slots]
         self._holders = [getattr(modules[index], kind) for kind, index, _ in self._slots]
         self._targets = [copy.holders(self._slots) for copy in copies]
+        self._given: list[list[Tensor | None]] = []  # to each copy, until forward has used them
         self._sort(self._now())
 
     def refresh(self, *, grad: bool) -> None:
@@ -65,8 +65,11 @@ class ReplicaBuffers:
         rows: Iterable[Iterable[Tensor]] = self._plain_copies(plain)
         if linking:
             rows = self._linked([list(row) for row in rows], linking)
+        self._given = []  # so that earlier ones go one by one
         for holders, row in zip(self._targets, rows, strict=True):
             put(holders, self._names, row if len(self._sources) == len(now) else self._for_slots(list(row)))
+        unshared = self._targets[1 if self._shares(0) else 0 :]
+        self._given = [list(map(operator.getitem, holders, self._names)) for holders in unshared]
 
     def _for_slots(self, row: list[Tensor]) -> list[Tensor | None]:
         return [None if i is None else row[i] for i in self._order]
@@ -76,16 +79,14 @@ class ReplicaBuffers:
 
         Buffers of a replica may share memory, so it may have written into others. Call this after forward.
         """
-        for number, holders in enumerate(self._targets):
-            if self._shares(number):
-                continue
-            now = list(map(_present, holders, self._names))
-            if list(map(_numel, now)) != self._numels:
-                self._check_sizes(now)
+        given, self._given = self._given, []
+        for row in given:
+            if list(map(_numel, row)) != self._numels:
+                self._check_sizes(row)
 
-    def _check_sizes(self, now: list[Tensor | None]) -> None:
-        storages = Counter(_storage(t) for t in now if t is not None)
-        for name, tensor, numel in zip(self._names, now, self._numels, strict=True):
+    def _check_sizes(self, given: list[Tensor | None]) -> None:
+        storages = Counter(_storage(t) for t in given if t is not None)
+        for name, tensor, numel in zip(self._names, given, self._numels, strict=True):
             if tensor is not None and tensor.numel() > numel and storages[_storage(tensor)] > 1:
                 raise NotReplicableError(
                     f"forward has resized buffer {name} of a replica in place, from {numel} elements to "
@@ -95,7 +96,7 @@ class ReplicaBuffers:
                 )
 
     def _shares(self, number: int) -> bool:
-        return number == 0 and self._first_shares and self._devices[0] == self._source
+        return number == 0 and self._first_shares and self._devices[:1] == [self._source]
 
     def _now(self) -> list[Tensor | None]:
         return list(map(operator.getitem, self._holders, self._names))
@@ -114,7 +115,7 @@ class ReplicaBuffers:
         self._requiring = [i for i, t in enumerate(self._sources) if t.requires_grad]
         self._numels = list(map(_numel, found))
         self._layouts = Layouts(self._sources)
-        self._batches = [_Batch(self._sources[i : i + _BATCH]) for i in range(0, len(self._sources), _BATCH)]
+        self._batches = _in_batches(self._sources)
         self._found = found
 
     def _plain_copies(self, tensors: list[Tensor]) -> Iterator[Iterable[Tensor]]:
@@ -137,7 +138,7 @@ class ReplicaBuffers:
             yield made
 
     def _batches_of(self, tensors: list[Tensor]) -> list["_Batch"]:
-        return self._batches if tensors is self._sources else [_Batch(tensors)]
+        return self._batches if tensors is self._sources else _in_batches(tensors)
 
     def _one(self, tensor: Tensor, device: torch.device, shares: bool) -> Tensor:
         frozen = id(tensor) in self._in_parameter_slots and tensor.is_leaf and not tensor.requires_grad
@@ -154,14 +155,6 @@ class ReplicaBuffers:
         return rows
 
 
-def _present(holder: Any, name: str) -> Tensor | None:
-    try:
-        found: Tensor | None = holder[name]
-    except KeyError:  # forward has deleted it
-        return None
-    return found
-
-
 def _numel(tensor: Tensor | None) -> int:
     return -1 if tensor is None else tensor.numel()
 
@@ -176,25 +169,24 @@ _ALIGNMENT = 16  # of every copy, so that it can be viewed as any dtype; vectors
 _BATCH = 256  # Python would look for garbage if thousands of copies were made before the old ones go
 
 
+def _in_batches(tensors: list[Tensor]) -> list["_Batch"]:
+    return [_Batch(tensors[i : i + _BATCH]) for i in range(0, len(tensors), _BATCH)]
+
+
 class _Batch:
     """Some tensors to be copied together: those of one dimension through one tensor, which takes half the time."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         vectors: dict[torch.dtype, list[int]] = defaultdict(list)
+        rest: list[int] = []
         for i, tensor in enumerate(tensors):
-            if (
-                tensor.dim() == 1
-                and tensor.layout == torch.strided
-                and tensor.nbytes
-                and not tensor.nbytes % _ALIGNMENT
-            ):
-                vectors[tensor.dtype].append(i)
+            is_vector = tensor.dim() == 1 and tensor.layout == torch.strided
+            fits = is_vector and tensor.nbytes and not tensor.nbytes % _ALIGNMENT
+            (vectors[tensor.dtype] if fits else rest).append(i)
         groups = [[tensors[i] for i in members] for members in vectors.values()]
         self._vectors = [(members, [t.numel() for t in members]) for members in groups]
-        places = list(chain.from_iterable(vectors.values()))
-        rest = [i for i in range(len(tensors)) if i not in set(places)]
         self._rest = [tensors[i] for i in rest]
-        made = {place: number for number, place in enumerate([*places, *rest])}
+        made = {place: number for number, place in enumerate(chain(*vectors.values(), rest))}
         self._order = [made[i] for i in range(len(tensors))]
 
     def clones(self) -> Iterable[Tensor]:
