@@ -315,11 +315,9 @@ def test_modules_on_different_groups():
         STORES.clear()
 
 
-def sent_before_the_end(rank, own_groups):
+def sent_before_the_end(rank):
     """How many collectives have begun when a backward through two modules of several buckets comes to its end."""
-    groups = [rank.group, rank.group]
-    if own_groups:
-        groups[1] = new_gloo_group(dist.PrefixStore("another", STORES[0]), rank.rank, rank.world, 30)
+    groups = [rank.group, new_gloo_group(dist.PrefixStore("another", STORES[0]), rank.rank, rank.world, 30)]
     layers = [nn.Sequential(*(one_weight() for _ in range(3))) for _ in groups]
     modules = [
         lockstep.replicate(each, process_group=group, bucket_cap_mb=1e-6)
@@ -334,11 +332,10 @@ def sent_before_the_end(rank, own_groups):
     return at_end[0] - begun
 
 
-@pytest.mark.parametrize(("own_groups", "wanted"), [(False, 0), (True, 4)])
-def test_buckets_leave_early_where_each_module_has_a_group(own_groups, wanted):
+def test_buckets_leave_early_where_each_module_has_a_group():
     STORES[:] = [dist.HashStore()]
     try:
-        assert run_ranks(2, sent_before_the_end, own_groups) == [wanted] * 2
+        assert run_ranks(2, sent_before_the_end) == [4] * 2
     finally:
         STORES.clear()
 

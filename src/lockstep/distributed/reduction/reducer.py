@@ -32,8 +32,8 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
 from operator import is_
@@ -53,7 +53,7 @@ from lockstep.distributed.reduction.autograd.engine import (
     note_failure,
 )
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot
-from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
+from lockstep.distributed.reduction.autograd.graph import ReachableLeaves, will_accumulate
 from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import (
@@ -83,6 +83,19 @@ from lockstep.errors import (
     PeerError,
     ShareError,
 )
+
+Turns = Generator[None, None, Sequence[Parameter]]
+"""What a module does to end a pass, in turns with the other modules of its group, which have the same turns on all
+ranks: it sends the buckets that could have left early; what is left, with the report; and it reads the report."""
+
+
+def without_turns(turns: Turns) -> Sequence[Parameter]:
+    """Take all turns at once, and return the result."""
+    try:
+        while True:
+            next(turns)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
 
 
 class Reducer:
@@ -265,8 +278,12 @@ class Reducer:
                     self.common.plan.observe(index)
                 elif watched.synchronises and self.rank_state.padding_batch is None:
                     self._open(watched)
-            if self._round is not None:
-                self._round.bucket_triggered(index, self._open_passes[-1].snapshot)
+            if self._round is None:
+                return
+            watched = self._open_passes[-1]
+            self._round.bucket_triggered(index, watched.snapshot)
+        if not self.common.modules.exclusive:
+            self.common.modules.launch_early(watched.this)
 
     def _open(self, watched: "_OpenPass") -> None:
         if watched.this.over:
@@ -370,8 +387,8 @@ class Reducer:
                         self._check_alive()
                     self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
                 own.contribution.used[:] = self.common.buckets.all_used
-                with torch.no_grad():
-                    self._finish(Part.FULL)
+                with torch.no_grad(), self.finishing():
+                    without_turns(self._finish(Part.FULL))
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
@@ -396,29 +413,34 @@ class Reducer:
             came = self._round.with_taken(came)
         return len(came) == len(watched.snapshot.parameters) == len(common.buckets.all_used)
 
-    def finalize_backward(self, part: Part = Part.FULL) -> Sequence[Parameter]:
+    def finishing(self) -> AbstractContextManager[object]:
+        """Return a context to be entered for each turn of :meth:`finalize_backward`: it is labelled and counted."""
+        return self.collectives.phases.phase("finish", f"round {self.rounds + 1}")
+
+    @torch.no_grad()
+    def finalize_backward(self, part: Part = Part.FULL) -> Turns:
         """Reduce all remaining buckets; return the parameters whose hooks have waited for that.
 
         ``part``: how this rank takes part.
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
-        with self._lock, torch.no_grad():
+        with self._lock:
             try:
                 if self.rank_state.padding_batch is not None:
-                    return self._finalize_padding(self.rank_state.padding_batch, part)
+                    return (yield from self._finalize_padding(self.rank_state.padding_batch, part))
                 watched = self._open_passes[-1] if self._open_passes else None
                 if watched is None or not (watched.came or self._round is not None):
                     # This rank has no gradient of the module, but another rank may have.
-                    self._open_without_gradient()
-                    return self._finish(part)
-                return self._finalize_pass(watched, part)
+                    yield from self._open_without_gradient()
+                    return (yield from self._finish(part))
+                return (yield from self._finalize_pass(watched, part))
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 self.end_pass()
 
-    def _finalize_pass(self, watched: "_OpenPass", part: Part) -> Sequence[Parameter]:
+    def _finalize_pass(self, watched: "_OpenPass", part: Part) -> Turns:
         if watched.this.creates_graph:
             _warn_of_graph()
         if self._round is None:
@@ -427,11 +449,11 @@ class Reducer:
             self._note_used(watched)
             self.rank_state.begin_pass()
         except BaseException:  # of this rank alone: the report tells the others
-            self.abort()
+            yield from self.abort()
             raise
-        return self._finish(part)
+        return (yield from self._finish(part))
 
-    def _finalize_padding(self, batch: PaddingBatch, part: Part) -> Sequence[Parameter]:
+    def _finalize_padding(self, batch: PaddingBatch, part: Part) -> Turns:
         """Finalize at a padding batch: contribute the gradients that were accumulated before it, if there are any."""
         batch.undo()
         own = self.rank_state
@@ -440,36 +462,40 @@ class Reducer:
             part = Part.PADDING
         try:
             with nullcontext() if something else own.set_aside(self._is_kept):
-                self._open_without_gradient()
-                return self._finish(part)
+                yield from self._open_without_gradient()
+                return (yield from self._finish(part))
         finally:
             batch.round_ended(self.buffers.keep())
 
-    def _open_without_gradient(self) -> None:
+    def _open_without_gradient(self) -> Turns:
         self._check_alive()
         try:
             self._open_round(self.is_expected, not self.passes.is_reached)
         except (PeerError, OptionError):
-            self.abort()
+            yield from self.abort()
             raise
+        return ()
 
-    def _finish(self, part: Part) -> Sequence[Parameter]:
+    def _finish(self, part: Part) -> Turns:
         current = self._round
         if current is None:
             return ()
         if not self.common.is_settled:
             self.common.get_ready()
-        with self.collectives.phases.phase("finish", f"round {current.number}"):
-            current.end_filling()
-            try:
-                if self.rank_state.contribution.window.problem:
-                    raise OptionError(self.rank_state.contribution.window.problem)
-                current.launch_rest(self.rank_state.status(current.number, part, current.passive))
-            except BaseException:  # of this rank alone: the others wait for what is not sent
-                self.abort()
-                raise
-            current.wait()
-            return current.conclude(lists_used=self._holds_hooks)
+        current.end_filling()
+        try:
+            if self.rank_state.contribution.window.problem:
+                raise OptionError(self.rank_state.contribution.window.problem)
+            current.launch_early()
+            yield
+            current.early_is_over = True
+            current.launch_rest(self.rank_state.status(current.number, part, current.passive))
+        except BaseException:  # of this rank alone: the others wait for what is not sent
+            yield from self.abort()
+            raise
+        yield
+        current.wait()
+        return current.conclude(lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
         """Note that some parameter has users' hooks, to be run when its gradient is reduced."""
@@ -520,27 +546,55 @@ class Reducer:
                     remove_trigger(self._triggers.on.pop(before))
                     self._put_trigger(number)
 
+    @property
+    def differs(self) -> bool:
+        """True if the module has other parameters than the ranks have agreed on, as was found when the pass began."""
+        return self.rank_state.differs
+
+    def will_be_reached(self, this: BackwardPass) -> bool:
+        """Return True if the pass that runs in this thread synchronises the module, as its graph shows."""
+        if not self.watches(this) or not self.synchronises or self.rank_state.padding_batch is not None:
+            return False
+        parameters = self._members.tracked
+        if self._taken_over():
+            parameters = [each for each in parameters if self._owns(each)]
+        return will_accumulate(parameters)
+
+    def launch_ready_buckets(self) -> None:
+        """Launch the full buckets that are next in the order, while backward runs."""
+        with self._lock:
+            if self._round is not None:
+                self._round.launch_ready_buckets()
+
+    @property
+    def has_sent_early(self) -> bool:
+        """True if the module has sent what may leave before the pass has ended, or has nothing of that kind."""
+        if self._round is None:
+            return self.common.is_ready and not self.common.buckets.early
+        return self._round.has_sent_early
+
     def pass_leaves(self) -> None:
         """Note that the pass is over, and has not reached the module."""
         with self._lock:
             self._open_passes.pop()
 
     @torch.no_grad()
-    def abort(self) -> None:
+    def abort(self) -> Turns:
         """After a failed backward on this rank, send what the others wait for, marked as failed, without waiting."""
         number = self.rounds if self._round is None else self._round.number
         self.error = f"round {number}: the backward pass failed on this rank"
         if self.collectives.is_lost:
-            return
+            return ()
         part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
         try:
-            self._abort_round(part)
+            yield from self._abort_round(part)
         except (CommunicationError, AgreementError, OptionError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         except Exception as error:
             self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
+        return ()
 
-    def _abort_round(self, part: Part) -> None:
+    def _abort_round(self, part: Part) -> Generator[None, None, None]:
         if self._round is None:
             self._check_alive()
             with suppress(PeerError, OptionError):  # which the others know of
@@ -551,8 +605,13 @@ class Reducer:
             note_failure(self)
             raise
         assert self._round is not None
-        self._aborted = self._round
-        self._aborted.abort(self.rank_state.status(self._round.number, part, self._round.passive))
+        current = self._aborted = self._round
+        if not current.early_is_over:
+            current.abort_early()
+            yield
+        current.abort_rest(self.rank_state.status(current.number, part, current.passive))
+        yield
+        current.abort_statuses()
         self.decisions.note_aborted(self.finish_aborted)
 
     def finish_aborted(self) -> None:

@@ -1,7 +1,18 @@
 """The modules replicated over one group, and the exchange that tells which of them take part in a pass.
 
 Modules have numbers that are the same on all ranks. If a pass may go through several modules, the ranks exchange the
-modules that they have reached in one small collective: one number for each module, and two bits for each rank.
+modules that they have reached in one small collective: one number for each module, two bits for each rank, and one
+number for what concerns the pass.
+
+A rank begins the exchange as soon as a bucket is full, with the modules that its graph leads to, and does not wait for
+it (:class:`EarlyAgreement`). Once it has arrived, full buckets leave, in an order that is the same on all ranks: those
+of the module that was replicated last are first, since backward usually reaches it first. What has to wait for the end
+of backward follows then, module by module. A rank that cannot begin early, for instance because it runs a padding
+batch, exchanges the same at the end of its pass; until then the others keep their buckets.
+
+If any rank has begun early, all exchange once more when these buckets have left: a function that runs a pass of its
+own, as reentrant checkpointing does, may have reached modules that the graph did not show. They are reduced next. And a
+rank that has failed since says so.
 """
 
 import operator
@@ -16,6 +27,8 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.distributed.reduction.autograd.engine import BackwardPass
+from lockstep.distributed.reduction.autograd.graph import has_means
 
 Module = Any
 """What is registered for a module: its reducer."""
@@ -29,6 +42,19 @@ class Mark(IntEnum):
     """Its backward pass has failed."""
     SKIPS = 1 << 40
     """It leaves out the batch."""
+
+
+class PassMark(IntEnum):
+    """What a rank sends for the pass; added as those for modules are."""
+
+    AT_END = 0
+    """The pass has ended, or has failed; or there is none."""
+    EARLY = 1
+    """It is under way, and the module marks are those of the modules that it will reach."""
+    INSIDE = 1 << 20
+    """It was begun inside of another one, by a hook."""
+    CHANGED = 1 << 40
+    """Some module has other parameters than the ranks have agreed on."""
 
 
 _RANKS_AT_ONCE = 31
@@ -48,10 +74,37 @@ class PassAgreement(NamedTuple):
     """True if the backward pass has failed on some rank."""
     skipped: bool
     """True if some rank leaves out the batch."""
+    early: bool
+    """True if some rank has begun the exchange before its pass had ended: it may have sent buckets since."""
+    inside: bool
+    """True if the pass of some rank was inside of another one."""
+    changed: bool
+    """True if some module differs from what was agreed on: a parameter may have moved from one to another one, so the
+    round of each ends before that of the next one begins."""
+
+    @property
+    def ends_pass(self) -> bool:
+        """True if no module is reduced, but all ranks end the pass."""
+        return self.failed or self.skipped or self.are_mixed_up
+
+    @property
+    def asks_again(self) -> bool:
+        """True if the ranks exchange once more, when buckets that do not wait for the end of backward have left."""
+        return self.early and not self.ends_pass
+
+    @property
+    def are_mixed_up(self) -> bool:
+        """True if the ranks have exchanged different things, as those know that agree early."""
+        return self.early and (self.inside or any(self.packed))
 
     def marks(self, world: int) -> list[int]:
         """Return the number that each rank has sent for itself."""
         return [self.packed[rank // _RANKS_AT_ONCE] >> 2 * (rank % _RANKS_AT_ONCE) & 3 for rank in range(world)]
+
+
+def in_sending_order(modules: Sequence[Module]) -> Sequence[Module]:
+    """Return modules in the order in which buckets leave that do not wait for the end of backward."""
+    return modules[::-1]
 
 
 class ReplicatedModules:
@@ -64,6 +117,8 @@ class ReplicatedModules:
         """The number of the next module; ranks agree on the highest of their proposals."""
         self.order = 0
         """The group's number among those of this process, the same on all of its ranks."""
+        self.early: EarlyAgreement | None = None
+        """The exchange that this rank has begun in the pass under way, or None."""
         self._collectives = collectives
         self._links: dict[int, weakref.ref[Module]] = {}
 
@@ -107,31 +162,99 @@ class ReplicatedModules:
 
     # --------------------------------------------------------------------- what ranks tell each other
 
-    def tell(self, modules: Sequence[Module], mark: Mark, own: int = 0) -> tuple[Tensor, Pending]:
-        """Send ``mark`` for some modules, and ``own`` for this rank; return the row being summed, and its
-        collective."""
+    def tell(self, modules: Sequence[Module], mark: Mark, own: int = 0, of_pass: PassMark = PassMark.AT_END) -> "Told":
+        """Send ``mark`` for some modules, ``own`` for this rank, and what concerns the pass, without waiting."""
         head, place = self._head, divmod(self._collectives.rank, _RANKS_AT_ONCE)
-        row = torch.zeros(head + self.next_id, dtype=torch.int64)
+        row = torch.zeros(head + 1 + self.next_id, dtype=torch.int64)
         row[place[0]] = own << 2 * place[1]
+        row[head] = of_pass + PassMark.CHANGED * any(module.differs for module in self)
         for number, module in self.numbered().items():
             if any(module is each for each in modules):
-                row[head + number] = mark
+                row[head + 1 + number] = mark
         row = row.to(self._collectives.device)
-        return row, self._collectives.all_reduce(row, "which modules take part")
+        return Told(row, self._collectives.all_reduce(row, "which modules take part"))
 
     @property
     def _head(self) -> int:
         return -(-self._collectives.world // _RANKS_AT_ONCE)
 
-    def ask(self, modules: Sequence[Module], own: int = 0) -> PassAgreement:
+    def ask(self, modules: Sequence[Module], own: int = 0, of_pass: PassMark = PassMark.AT_END) -> PassAgreement:
         """Tell the other ranks that these modules take part, and wait for their answers; ``own``: sent for this
         rank."""
-        row, pending = self.tell(modules, Mark.TAKES_PART, own)
-        pending.wait()
-        packed, counts = row[: self._head].tolist(), row[self._head :].tolist()
+        return self.read(self.tell(modules, Mark.TAKES_PART, own, of_pass))
+
+    def read(self, told: "Told") -> PassAgreement:
+        """Wait for the answers to what :meth:`tell` has sent."""
+        told.pending.wait()
+        packed, (of_pass, *counts) = told.row[: self._head].tolist(), told.row[self._head :].tolist()
         return PassAgreement(
             packed,
             [module for number, module in self.numbered().items() if number < len(counts) and counts[number]],
             any(count % Mark.SKIPS >= Mark.FAILED for count in counts),
             any(count >= Mark.SKIPS for count in counts),
+            of_pass % PassMark.INSIDE > 0,
+            of_pass % PassMark.CHANGED >= PassMark.INSIDE,
+            of_pass >= PassMark.CHANGED,
         )
+
+    # --------------------------------------------------------------------- while backward runs
+
+    def launch_early(self, this: BackwardPass) -> None:
+        """Launch full buckets of the modules that take part in the pass ``this``, as far as they are known; a gradient
+        has come that may have made one full. Waits for nothing."""
+        if self.early is None and self._may_agree_early(this):
+            reached = [module for module in self if module.will_be_reached(this)]
+            told = self.tell(reached, Mark.TAKES_PART, of_pass=PassMark.EARLY)
+            self.early = EarlyAgreement(self, this, reached, told)
+        answer = None if self.early is None else self.early.answer_if_known()
+        if answer is None or answer.ends_pass or answer.changed:
+            return
+        for module in in_sending_order(answer.modules):
+            module.launch_ready_buckets()
+            if not module.has_sent_early:
+                return
+
+    def _may_agree_early(self, this: BackwardPass) -> bool:
+        """Return False if the exchange has to wait for the end of the pass.
+
+        It has to inside of another pass, as it might overtake the exchange of that one; and if means over the ranks may
+        be taken in the pass, at a time that depends on the rank. On an accelerator the host is ahead of the device, so
+        that nothing would leave earlier.
+        """
+        if this.outer is not None or not this.accumulates or has_means():
+            return False
+        return not any(module.common.is_on_accelerator for module in self)
+
+
+class Told(NamedTuple):
+    """What :meth:`ReplicatedModules.tell` has begun."""
+
+    row: Tensor
+    """The row being summed, to be kept until it has arrived."""
+    pending: Pending
+
+
+class EarlyAgreement:
+    """The exchange that this rank has begun while a pass runs."""
+
+    def __init__(self, modules: ReplicatedModules, this: BackwardPass, reached: Sequence[Module], told: Told) -> None:
+        self.this = this
+        self.reached = reached
+        """The modules that this rank has named."""
+        self.is_broken = False
+        """True if a pass inside of this one was to be reduced, which is refused."""
+        self._modules = modules
+        self._told = told
+        self._answer: PassAgreement | None = None
+
+    def answer(self) -> PassAgreement:
+        """Return what the ranks have agreed on; waits for it."""
+        if self._answer is None:
+            self._answer = self._modules.read(self._told)
+        return self._answer
+
+    def answer_if_known(self, seconds: float = 0.0) -> PassAgreement | None:
+        """Return what the ranks have agreed on, or None if it is not known yet; waits so many seconds for it."""
+        if seconds:
+            self._told.pending.linger(seconds)
+        return self.answer() if self._answer is not None or self._told.pending.done() else None

@@ -2,28 +2,42 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep._base.optimizer_steps import observe_steps
 from lockstep._base.run_all import RunAll
-from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import shared_object, watchers
 from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.autograd.engine import BackwardPass, PassObserver
 from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
 from lockstep.distributed.reduction.module.buffers import KeptBuffers
-from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.replicated_modules import Mark, PassAgreement, ReplicatedModules
+from lockstep.distributed.reduction.reducer import Reducer, Turns
+from lockstep.distributed.reduction.replicated_modules import (
+    EarlyAgreement,
+    Mark,
+    PassAgreement,
+    PassMark,
+    ReplicatedModules,
+    Told,
+    in_sending_order,
+)
 from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.reduction.report.status import Part
 from lockstep.errors import OptionError, PeerError
 from lockstep.phases import Phases
+
+ANSWER_SECONDS = 30.0
+"""Seconds that a failed rank waits for the others, if buckets of several modules may have left already."""
+
+
+def _mark_of(this: BackwardPass | None) -> PassMark:
+    return PassMark.AT_END if this is None or this.outer is None else PassMark.INSIDE
 
 
 class GroupScheduler(PassObserver):
@@ -33,7 +47,7 @@ class GroupScheduler(PassObserver):
         self.group = group
         self.decisions = decisions_of(group)
         """The state of this rank's loop, as it is reported to the other ranks."""
-        self._aborted: tuple[Tensor, Pending] | None = None
+        self._aborted: Told | None = None
         self._collectives = Collectives(group, Phases())
         self.modules = ReplicatedModules(self._collectives)
         """The modules that are replicated over the group."""
@@ -105,8 +119,10 @@ class GroupScheduler(PassObserver):
             for module in reached:
                 if not module.synchronises:
                     module.accumulate()
-            if reducing:
-                self.reduce(reducing if self.modules.exclusive else self._that_take_part(self.modules.ask(reducing)))
+            if self.modules.exclusive:
+                self.reduce(reducing)
+            elif reducing or self.modules.early is not None:
+                self._reduce_agreed(this, reducing)
             if reached or silent:
                 self._collectives.enter("training")
         except BaseException:
@@ -120,20 +136,114 @@ class GroupScheduler(PassObserver):
                 if module.watches(this):
                     module.end_pass()
 
-    def reduce(self, modules: Sequence[Reducer], part: Part = Part.FULL) -> None:
-        """Run the rounds of modules, in which this rank takes that ``part``; then users' hooks."""
+    def _reduce_agreed(self, this: BackwardPass, reducing: Sequence[Reducer]) -> None:
+        """Reduce the modules that the pass has reached on any rank; on this one, it has reached those given."""
+        early = self.modules.early
+        if early is None:
+            told = self.modules.tell(reducing, Mark.TAKES_PART, of_pass=_mark_of(this))
+            answer = self.modules.read(told)
+            if answer.are_mixed_up and this.outer is not None:  # then the others have ended the pass around it as well
+                self.modules.early = EarlyAgreement(self.modules, this.outermost, (), told)
+                self.modules.early.is_broken = True
+            self.follow(answer)
+        elif early.this is this and not early.is_broken:
+            self.modules.early = None
+            self.follow(early.answer(), missed=[each for each in reducing if each not in early.reached])
+        else:
+            early.is_broken = True
+            if early.this is this:
+                self._abort((), this)
+            raise self._refusal()
+
+    def _refusal(self) -> OptionError:
+        return OptionError(
+            f"rank {self._collectives.global_rank}: a hook has run a backward pass inside of another one, and several "
+            "modules are replicated over one process group: ranks could not tell to which of the passes a bucket "
+            "belongs. Run that pass after the other one, or give each module a group of its own "
+            "(replicate(module, process_group=dist.new_group()))"
+        )
+
+    def follow(
+        self,
+        told: PassAgreement,
+        part_of: Callable[[Reducer], Part] = lambda _: Part.FULL,
+        missed: Sequence[Reducer] = (),
+    ) -> None:
+        """Reduce the modules on which the ranks have agreed, as :meth:`reduce` does; ``missed``: those that this rank
+        has reached, and has not named."""
+        self.reduce(self._that_take_part(told), part_of, told, missed)
+
+    def reduce(
+        self,
+        modules: Sequence[Reducer],
+        part_of: Callable[[Reducer], Part] = lambda _: Part.FULL,
+        answer: PassAgreement | None = None,
+        missed: Sequence[Reducer] = (),
+    ) -> None:
+        """Run the rounds of modules, in each of which this rank takes the given part; then users' hooks.
+
+        In ``Join``, a rank without batches keeps its gradients and its weights for a later round: see
+        tests/loops/test_join_gradients.py. ``answer``: what the ranks have agreed on, if there are several modules;
+        ``missed``: the modules that this rank says if the ranks exchange that once more.
+        """
         steps = RunAll()
-        reduced: list[tuple[Reducer, Sequence[Parameter]]] = []
-        for module in modules:
-            with steps:
-                reduced.append((module, module.finalize_backward(part)))
-        for module, parameters in reduced:
-            if parameters:
+        with ExitStack() as stack:
+
+            def turns_of(modules: Sequence[Reducer]) -> dict[Reducer, Turns]:
+                parts = {module: part_of(module) for module in modules}
+                for module in modules:
+                    if parts[module] is Part.JOINED:
+                        stack.enter_context(module.rank_state.set_aside(lambda _: True))
+                return {module: module.finalize_backward(part) for module, part in parts.items()}
+
+            reduced, told = self._take_turns(turns_of(modules), steps, answer, missed)
+            if told is not None:
                 with steps:
-                    module.run_held_hooks(parameters)
+                    more = self.modules.read(told)
+                    found = self._that_take_part(more, known=steps.first is not None)
+                    reduced += self._take_turns(turns_of(found), steps, more)[0]
+            for module, parameters in reduced:
+                if parameters:
+                    with steps:
+                        module.run_held_hooks(parameters)
         if modules:
             self.decisions.round_ended()
         steps.end()
+
+    def _take_turns(
+        self,
+        turns: dict[Reducer, Turns],
+        steps: RunAll,
+        answer: PassAgreement | None = None,
+        missed: Sequence[Reducer] = (),
+        mark: Mark = Mark.TAKES_PART,
+    ) -> tuple[list[tuple[Reducer, Sequence[Parameter]]], Told | None]:
+        """Let modules take turns until all have ended; return what they have returned.
+
+        If the ranks exchange once more which modules take part, this sends ``mark`` for those that were ``missed``.
+        """
+        results: list[tuple[Reducer, Sequence[Parameter]]] = []
+
+        def goes_on(module: Reducer) -> bool:
+            with steps, module.finishing():
+                try:
+                    next(turns[module])
+                    return True
+                except StopIteration as end:
+                    results.append((module, end.value))
+            return False
+
+        told, tells = None, answer is not None and answer.asks_again
+        one_by_one = answer is not None and answer.changed
+        if tells and one_by_one:
+            told = self.modules.tell(missed, mark)
+        for together in [[module] for module in turns] if one_by_one else [list(turns)]:
+            going_on = {module for module in in_sending_order(together) if goes_on(module)}
+            if tells and told is None:
+                told = self.modules.tell(missed, mark)
+            while going_on:
+                going_on = {module for module in together if module in going_on and goes_on(module)}
+        return results, told
 
     # ------------------------------------------------------------------------ a pass, as it fails
 
@@ -158,14 +268,27 @@ class GroupScheduler(PassObserver):
     def _abort(self, modules: Sequence[Reducer], this: BackwardPass | None) -> None:
         failing = [each for each in modules if each.synchronises]
         failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
-        if failing:
+        early = self.modules.early
+        is_inside = early is not None and this is not None and this.is_inside(early.this)
+        if early is not None and failing and is_inside:
+            early.is_broken = True  # the pass around it tells the others
+        if early is not None and early.this is not this:
+            early = None
+        tells = not is_inside and (bool(failing) or early is not None)
+        if failing or tells:
             self.decisions.note_failure()
+        steps = RunAll()
         try:
-            if failing and not self.modules.exclusive:
+            if tells and not self.modules.exclusive:
                 mark = Mark.SKIPS if self.decisions.skips_after(sys.exception()) else Mark.FAILED
-                self._aborted = self.modules.tell(failing, mark)  # kept until it has arrived
-            for module in failing if self.modules.exclusive else ():
-                module.abort()
+                # Kept until it has arrived.
+                self._aborted = self.modules.tell(failing, mark, of_pass=_mark_of(this)) if early is None else None
+                if early is not None:
+                    self.modules.early = None
+                    self._aborted = self._abort_agreed(early, mark)
+            elif tells:
+                self._take_turns({module: module.abort() for module in failing}, steps)
+                steps.end()
         except RuntimeError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
@@ -173,11 +296,27 @@ class GroupScheduler(PassObserver):
                 if this is not None:
                     this.note_failure(module)
                 module.rank_state.pass_failed()
-            if failing and not self.modules.exclusive:
+            if tells and not self.modules.exclusive:
                 self._end_rounds()
             else:
                 for module in modules:
                     module.end_pass(failed=any(module is each for each in failing))
+
+    def _abort_agreed(self, early: EarlyAgreement, mark: Mark) -> Told | None:
+        """Send what the other ranks wait for, on which this one has agreed before it has failed, and ``mark``."""
+        answer = early.answer_if_known(ANSWER_SECONDS)
+        if answer is None:
+            self._collectives.lose(
+                f"backward has failed, and the other ranks have not come to the same backward for {ANSWER_SECONDS:g} s"
+            )
+            return None
+        if answer.ends_pass:
+            return None
+        steps = RunAll()
+        turns = {each: each.abort() for each in answer.modules}
+        _, told = self._take_turns(turns, steps, answer, answer.modules, mark)
+        steps.end()
+        return told
 
     # ------------------------------------------------------------------------ an optimizer's step
 
@@ -208,19 +347,26 @@ class GroupScheduler(PassObserver):
         that listen."""
         return self.modules.ask([module], mark).marks(self._collectives.world)
 
-    def listen(self) -> tuple[list[int], list[Reducer]]:
+    def listen(self) -> tuple[list[int], PassAgreement]:
         """On a rank in ``join()`` that has run out, return what the others do next, and with which modules.
 
         Either a module's forward begins, with a mark of each rank that is not listening; or no rank has a mark, and the
-        modules are reduced.
+        modules are reduced: see :meth:`follow`.
         """
         told = self.modules.ask([])
-        return told.marks(self._collectives.world), self._that_take_part(told)
+        return told.marks(self._collectives.world), told
 
-    def _that_take_part(self, told: PassAgreement) -> list[Reducer]:
+    def _that_take_part(self, told: PassAgreement, known: bool = False) -> list[Reducer]:
+        """Return the modules that take part; raise if the pass has failed, unless that is ``known``."""
+        if told.are_mixed_up:
+            self._end_rounds()
+            self.decisions.note_failure()
+            raise self._refusal()
         if told.failed:
             self._end_rounds()
             self.decisions.note_failure()
+            if known:
+                return []
             raise PeerError(
                 f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
                 "were reduced; that rank's own error says why. No gradient has been handed out"
@@ -276,10 +422,13 @@ class GroupScheduler(PassObserver):
         if any(module.passes.has_begun for module in modules):
             self.decisions.note_new_step()
         if not self.decisions.has_failed:
-            if not self.modules.exclusive:
-                _, modules = self.listen()
+            for module in modules:
+                module.rank_state.drop_gradients()
             try:
-                self._skip_batch(modules)
+                if self.modules.exclusive:
+                    self.reduce(modules, lambda _: Part.SKIPS)
+                else:
+                    self.follow(self.modules.ask([]), lambda _: Part.SKIPS)
             except PeerError:
                 if not self.decisions.has_failed:  # else another rank has failed at this batch, too
                     raise
@@ -295,22 +444,6 @@ class GroupScheduler(PassObserver):
                     "be known whether others follow. Put it around all micro-batches of the step, or inside the block "
                     "of accumulate() or no_sync() of each"
                 )
-
-    def _skip_batch(self, modules: Sequence[Reducer]) -> None:
-        steps = RunAll()
-        for module in modules:
-            module.rank_state.drop_gradients()
-            with steps:
-                self.reduce([module], Part.SKIPS)
-        steps.end()
-
-    def reduce_without_batch(self, module: Reducer) -> None:
-        """Take part in a round of the other ranks, outside of any backward and without gradients.
-
-        This rank keeps its gradients and its weights for a later round: see tests/loops/test_join_gradients.py.
-        """
-        with module.rank_state.set_aside(lambda _: True):
-            self.reduce([module], Part.JOINED)
 
     def keep_buffers(self) -> list[KeptBuffers]:
         """Return copies of the buffers of all modules, to be restored later."""

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from lockstep._base.run_all import RunAll
 from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.report.status import Part
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.replication import Values, broadcast_values
 
@@ -88,31 +89,28 @@ class ShadowHook(JoinHook):
         scheduler = self.scheduler
         found = ((reducer, _open_hook(reducer)) for reducer in list(_contexts))
         hooks = {reducer: hook for reducer, hook in found if hook is not None and hook.scheduler is scheduler}
-        marks, members = scheduler.listen()
+        marks, told = scheduler.listen()
         if any(marks):
-            for hook in (hooks[member] for member in members if member in hooks):
+            for hook in (hooks[member] for member in told.modules if member in hooks):
                 hook._begin(marks)
             return
-        steps = RunAll()
-        for member in members:
-            with steps:
-                if member in hooks:
-                    hooks[member]._reduce_without_batch()
-                else:
-                    scheduler.reduce([member])
-        steps.end()
+
+        def part_of(module: Reducer) -> Part:
+            return hooks[module]._take_part() if module in hooks else Part.FULL
+
+        scheduler.follow(told, part_of)
 
     def _begin(self, marks: list[int]) -> None:
         self.count_only_active(marks)
         synchronises = _SYNCHRONISES in marks
         self._iteration = _Iteration.BEGUN if synchronises else _Iteration.OVER
         if synchronises and self.scheduler.modules.exclusive:
-            self._reduce_without_batch()
+            self.scheduler.reduce([self.reducer], lambda _: self._take_part())
 
-    def _reduce_without_batch(self) -> None:
+    def _take_part(self) -> Part:
         if self._iteration is _Iteration.BEGUN:
             self._iteration = _Iteration.OVER
-        self.scheduler.reduce_without_batch(self.reducer)
+        return Part.JOINED
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the values of a rank that ended last."""

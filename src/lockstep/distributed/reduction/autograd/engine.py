@@ -100,6 +100,11 @@ class BackwardPass:
         """The pass that this one is a step of; itself if it is not a step."""
         return self.outer.whole if self.is_step and self.outer is not None else self
 
+    @property
+    def outermost(self) -> "BackwardPass":
+        """The pass around all others that it was begun in; itself if there is none."""
+        return self if self.outer is None else self.outer.outermost
+
     def is_inside(self, other: "BackwardPass") -> bool:
         """Return True if it was begun in ``other``, or in a pass nested in that."""
         outer = self.outer

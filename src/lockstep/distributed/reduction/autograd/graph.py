@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 from lockstep._base.devices import is_accelerator
 from lockstep._base.dtensors import local_part
@@ -106,6 +107,12 @@ class MeanInPass:
 
 _alive: weakref.WeakSet[MeanInPass] = weakref.WeakSet()
 _numbers = itertools.count()
+
+
+def will_accumulate(parameters: Iterable[Tensor]) -> bool:
+    """Return True if the pass that runs in this thread is to accumulate into one of some leaves, as its graph shows."""
+    executes = torch._C._will_engine_execute_node
+    return any(each.requires_grad and executes(get_gradient_edge(each).node) for each in parameters)
 
 
 def has_means() -> bool:

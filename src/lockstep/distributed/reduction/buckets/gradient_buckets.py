@@ -418,6 +418,9 @@ class BucketsInUse:
             self.in_order.append(bucket)
             for index in each.indices:
                 self.of[index] = bucket
+        waiting = (number for number, bucket in enumerate(self.in_order) if bucket.waits_for_end)
+        self.early = next(waiting, len(self.in_order))
+        """The number of buckets before the first one that waits for the end of backward."""
         self.labels = [f"bucket {number + 1} of {len(planned)}" for number in range(len(planned))]
         """The name of each bucket in messages and profiles."""
         self.report_bucket = self.in_order[-1] if report_numel else None

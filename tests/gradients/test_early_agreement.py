@@ -1,0 +1,369 @@
+"""Buckets of several modules on one group leave while backward runs, once the ranks have agreed on the modules.
+
+Answers of the other ranks are waited for in a hook of the pass, so that what could leave early has left.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.distributed.reduction.scheduler import scheduler_of
+from lockstep.errors import OptionError, PeerError
+from small_modules import one_weight, x_of
+from threaded import count_collectives, run_ranks
+
+LAYERS = 3
+
+
+def chain():
+    return nn.Sequential(*(one_weight() for _ in range(LAYERS)))
+
+
+def replicated(rank, count=2, make=chain, **options):
+    """Modules in which each weight has a bucket, after their first round, in which nothing leaves early."""
+    modules = [
+        lockstep.replicate(make(), process_group=rank.group, bucket_cap_mb=1e-6, **options) for _ in range(count)
+    ]
+    sum(module(x_of(rank, 1.0)).sum() for module in modules).backward()
+    for module in modules:
+        module.zero_grad()
+    return modules
+
+
+def answered(rank, tensor):
+    """Return the tensor; backward waits in it until the ranks have agreed on the modules, if this one has begun to."""
+
+    def wait(_):
+        early = scheduler_of(rank.group).modules.early
+        if early is not None:
+            early.answer()
+
+    tensor.register_hook(wait)
+    return tensor
+
+
+def grads(*modules):
+    return [None if p.grad is None else p.grad.item() for module in modules for p in module.parameters()]
+
+
+def forward_in_turn(rank, modules, x=None):
+    """The loss of modules through their forwards, with a wait for the answer in front of each."""
+    out = (x_of(rank) if x is None else x).clone().requires_grad_()
+    for module in modules:
+        out = module(answered(rank, out * 1))
+    return out.sum()
+
+
+# --------------------------------------------------------------------------------- what leaves, and when
+
+
+def sent_during_backward(rank):
+    """How many collectives begin before the gradient of the input has come, and in which order their sizes are."""
+    modules = replicated(rank)
+    x = x_of(rank).requires_grad_()
+    at_end = []
+    x.register_hook(lambda _: at_end.append(len(seen)))
+    with count_collectives(rank) as seen:
+        middle = answered(rank, modules[0](answered(rank, x * 1)))
+        modules[1](middle).sum().backward()
+        return at_end[0], len(seen)
+
+
+def test_full_buckets_leave_while_backward_runs():
+    """The agreement, two buckets of each of two modules; then what the graph has not shown, and two reports."""
+    assert run_ranks(2, sent_during_backward) == [(5, 8)] * 2
+
+
+def in_other_orders(rank):
+    modules = replicated(rank, 3)
+    seen = []
+    for _ in range(3):
+        order = modules[:: -1 if rank.rank else 1]
+        forward_in_turn(rank, order).backward()
+        seen.append(grads(*modules))
+        for module in modules:
+            module.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_backward_may_reach_modules_in_another_order_on_each_rank(world):
+    mean = sum(range(1, world + 1)) / world
+    assert run_ranks(world, in_other_orders) == [[[mean] * 3 * LAYERS] * 3] * world
+
+
+def on_other_ranks(rank, uses):
+    modules = replicated(rank, 3)
+    seen = []
+    for _ in range(3):
+        forward_in_turn(rank, [modules[n] for n in uses[rank.rank]]).backward()
+        seen.append([each[0] for each in map(grads, modules)])
+        for module in modules:
+            module.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("uses", "wanted"),
+    [
+        (([0], [2]), [0.5, None, 1.0]),
+        (([0, 1], [1]), [0.5, 1.5, None]),
+        (([2, 0], [0, 1]), [1.5, 1.0, 0.5]),
+        (([0, 1, 2], [1]), [0.5, 1.5, 0.5]),
+    ],
+)
+def test_modules_that_other_ranks_alone_reach(uses, wanted):
+    assert run_ranks(2, on_other_ranks, uses) == [[wanted] * 3] * 2
+
+
+def of_one_rank_in_padding(rank):
+    """Rank 1 has one batch less: it says at the end of its pass which modules it reaches."""
+    modules = replicated(rank)
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.0)
+    seen = []
+    for _ in lockstep.batches(range(3 - rank.rank), *modules):
+        optimizer.zero_grad()
+        forward_in_turn(rank, modules).backward()
+        seen.append(grads(*modules))
+        optimizer.step()
+    return seen
+
+
+def test_a_rank_that_has_run_out_says_it_at_the_end():
+    wanted = [[1.5] * 2 * LAYERS] * 2 + [[1.0] * 2 * LAYERS]
+    assert run_ranks(2, of_one_rank_in_padding) == [wanted] * 2
+
+
+def accumulated(rank):
+    """Micro-batches of one module under no_sync, then a pass through both."""
+    modules = replicated(rank)
+    with modules[0].no_sync():
+        forward_in_turn(rank, modules[:1]).backward()
+    forward_in_turn(rank, modules).backward()
+    first = grads(*modules)
+    for module in modules:
+        module.zero_grad()
+    with modules[1].no_sync():
+        forward_in_turn(rank, modules).backward()
+    return first, grads(*modules)
+
+
+def test_micro_batches_of_one_of_the_modules():
+    for number, (first, second) in enumerate(run_ranks(2, accumulated), 1):
+        assert first == [3.0] * LAYERS + [1.5] * LAYERS
+        assert second == [1.5] * LAYERS + [float(number)] * LAYERS
+
+
+# -------------------------------------------------------------- what the graph does not show
+
+
+def hidden(rank):
+    """A module that is checkpointed as a whole, with a pass of its own, on rank 1 alone."""
+    modules = replicated(rank)
+    seen = []
+    for _ in range(3):
+        x = x_of(rank).requires_grad_()
+        inner = checkpoint(modules[0], x, use_reentrant=True) if rank.rank else modules[0](x)
+        modules[1](answered(rank, inner)).sum().backward()
+        seen.append(grads(*modules))
+        for module in modules:
+            module.zero_grad()
+    return seen
+
+
+def hidden_everywhere(rank):
+    modules = replicated(rank, 3)
+    seen = []
+    for _ in range(3):
+        out = x_of(rank).requires_grad_()
+        for module in modules[:2]:
+            out = checkpoint(module, answered(rank, out * 1), use_reentrant=True)
+        modules[2](answered(rank, out)).sum().backward()
+        seen.append(grads(*modules))
+        for module in modules:
+            module.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize(("call", "count"), [(hidden, 2), (hidden_everywhere, 3)])
+def test_modules_that_reentrant_checkpointing_hides_are_reduced_after_the_others(call, count):
+    assert run_ranks(2, call) == [[[1.5] * count * LAYERS] * 3] * 2
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def without_gradients(rank):
+    """The graph leads to a module, and a function hands it no gradient."""
+    modules = replicated(rank)
+    seen = []
+    for _ in range(2):
+        out = modules[0](x_of(rank))
+        out = _NoGradient.apply(out) if rank.rank else out
+        modules[1](answered(rank, out)).sum().backward()
+        seen.append(grads(*modules))
+        for module in modules:
+            module.zero_grad()
+    return seen
+
+
+def test_a_module_that_gets_no_gradient_on_one_rank():
+    assert run_ranks(2, without_gradients) == [[[0.5] * LAYERS + [1.5] * LAYERS] * 2] * 2
+
+
+# ------------------------------------------------------------------------------------------ failures
+
+
+def failing(rank, place, error=ArithmeticError):
+    """Backward fails on rank 1 after the first buckets may have left; then all go on."""
+    modules = replicated(rank)
+
+    def spoil(_):
+        if rank.rank == 1:
+            raise error("a bad batch")
+
+    out = x_of(rank).requires_grad_()
+    for number, module in enumerate(modules):
+        for layer, each in enumerate(module):
+            out = answered(rank, out * 1)
+            if (number, layer) == place:
+                out.register_hook(spoil)
+            out = each(out)
+    try:
+        out.sum().backward()
+        said = ""
+    except (error, PeerError) as caught:
+        said = f"{type(caught).__name__}: {caught}"
+    after_it = grads(*modules)
+    for module in modules:
+        module.zero_grad()
+    forward_in_turn(rank, modules).backward()
+    return said, after_it, grads(*modules)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
+def test_a_rank_that_fails_while_buckets_leave(place):
+    first, second = run_ranks(2, failing, place)
+    assert first[0].startswith("PeerError: rank 0: backward failed on rank 1")
+    assert second[0] == "ArithmeticError: a bad batch"
+    for _, after_it, later in (first, second):
+        assert after_it == [None] * 2 * LAYERS
+        assert later == [1.5] * 2 * LAYERS
+
+
+def refused_window(rank):
+    """One module is refused on rank 1 at the end of the pass, and the other one is reduced all the same."""
+    modules = replicated(rank)
+    if rank.rank:
+        next(modules[0].parameters()).grad = torch.ones(1, 1)
+    refusal = pytest.raises(OptionError if rank.rank else PeerError)
+    with refusal, lockstep.accumulate(modules[0], weight=1), lockstep.accumulate(modules[1], weight=1):
+        forward_in_turn(rank, modules).backward()
+    return grads(modules[0]), grads(modules[1])
+
+
+def test_a_window_that_is_refused_for_one_of_them():
+    assert run_ranks(2, refused_window) == [([None] * LAYERS, [1.5] * LAYERS)] * 2
+
+
+# --------------------------------------------------------------------- a pass inside of another one
+
+
+def backward_inside(rank, module):
+    with torch.enable_grad():
+        module(x_of(rank)).sum().backward()
+
+
+def nested(rank, catches):
+    modules = replicated(rank, 3)
+
+    def run(_):
+        try:
+            backward_inside(rank, modules[2])
+        except OptionError:
+            if not catches:
+                raise
+
+    middle = modules[0](x_of(rank).requires_grad_())
+    middle.register_hook(run)  # after the buckets of the other module
+    with pytest.raises(OptionError, match=re.escape("a hook has run a backward pass inside of another one")):
+        modules[1](answered(rank, middle)).sum().backward()
+    after_it = grads(*modules)
+    for module in modules:
+        module.zero_grad()
+    forward_in_turn(rank, modules).backward()
+    return after_it, grads(*modules)
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_pass_in_a_hook_is_refused_once_buckets_may_have_left(catches):
+    assert run_ranks(2, nested, catches) == [([None] * 3 * LAYERS, [1.5] * 3 * LAYERS)] * 2
+
+
+def nested_first(rank):
+    """On rank 1 the pass inside begins before a bucket is full, on rank 0 after."""
+    modules = replicated(rank, 3)
+    middle = modules[0](x_of(rank).requires_grad_())
+    out = modules[1](middle)
+    (out if rank.rank else middle).register_hook(lambda _: backward_inside(rank, modules[2]))
+    with pytest.raises(OptionError, match=re.escape(f"rank {rank.rank}: a hook has run a backward")):
+        out.sum().backward()
+    for module in modules:
+        module.zero_grad()
+    forward_in_turn(rank, modules).backward()
+    return grads(*modules)
+
+
+def test_ranks_notice_that_one_has_agreed_for_a_pass_inside():
+    assert run_ranks(2, nested_first) == [[1.5] * 3 * LAYERS] * 2
+
+
+def nested_before_all(rank):
+    modules = replicated(rank, 3)
+    out = modules[1](modules[0](x_of(rank)))
+    out.register_hook(lambda _: backward_inside(rank, modules[2]))
+    out.sum().backward()
+    return grads(*modules)
+
+
+def test_a_pass_in_a_hook_before_any_bucket_is_full():
+    assert run_ranks(2, nested_before_all) == [[1.5] * 3 * LAYERS] * 2
+
+
+def nested_first_and_caught(rank):
+    """As above; the hook of rank 1 catches the error, and its pass goes on to its end."""
+    modules = replicated(rank, 3)
+    middle = modules[0](x_of(rank).requires_grad_())
+    out = modules[1](middle)
+
+    def run(_):
+        try:
+            backward_inside(rank, modules[2])
+        except OptionError:
+            if not rank.rank:
+                raise
+
+    (out if rank.rank else middle).register_hook(run)
+    with pytest.raises(OptionError, match=re.escape(f"rank {rank.rank}: a hook has run a backward")):
+        out.sum().backward()
+    for module in modules:
+        module.zero_grad()
+    forward_in_turn(rank, modules).backward()
+    return grads(*modules)
+
+
+def test_the_error_of_a_pass_inside_does_not_get_lost():
+    assert run_ranks(2, nested_first_and_caught) == [[1.5] * 3 * LAYERS] * 2
