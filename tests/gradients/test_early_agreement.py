@@ -80,6 +80,23 @@ def test_full_buckets_leave_while_backward_runs():
     assert run_ranks(2, sent_during_backward) == [(5, 8)] * 2
 
 
+def of_one_bucket(rank, width):
+    """How many collectives begin, in the third step, before backward comes to the second of two modules."""
+    modules = [lockstep.replicate(nn.Linear(width, width, bias=False), process_group=rank.group) for _ in range(2)]
+    for _ in range(3):
+        middle, begun = modules[0](torch.ones(1, width)), []
+        with count_collectives(rank) as seen:
+            middle.register_hook(lambda _, begun=begun, seen=seen: begun.append(len(seen)))
+            modules[1](answered(rank, middle * 1)).sum().backward()
+    return begun[0], len(seen)
+
+
+@pytest.mark.parametrize(("width", "wanted"), [(10, (0, 3)), (257, (2, 6))])
+def test_the_report_does_not_keep_a_large_bucket(width, wanted):
+    """Of 264 kB; then the second module's, the second exchange, and two reports. Small ones leave with their report."""
+    assert run_ranks(2, of_one_bucket, width) == [wanted] * 2
+
+
 def in_other_orders(rank):
     modules = replicated(rank, 3)
     seen = []
@@ -314,10 +331,10 @@ def test_a_pass_in_a_hook_is_refused_once_buckets_may_have_left(catches):
 
 
 def nested_first(rank):
-    """On rank 1 the pass inside begins before a bucket is full, on rank 0 after."""
+    """On rank 1 the pass inside begins before the outer one has come to a module, on rank 0 after."""
     modules = replicated(rank, 3)
     middle = modules[0](x_of(rank).requires_grad_())
-    out = modules[1](middle)
+    out = modules[1](middle) * 1
     (out if rank.rank else middle).register_hook(lambda _: backward_inside(rank, modules[2]))
     with pytest.raises(OptionError, match=re.escape(f"rank {rank.rank}: a hook has run a backward")):
         out.sum().backward()
@@ -333,13 +350,13 @@ def test_ranks_notice_that_one_has_agreed_for_a_pass_inside():
 
 def nested_before_all(rank):
     modules = replicated(rank, 3)
-    out = modules[1](modules[0](x_of(rank)))
-    out.register_hook(lambda _: backward_inside(rank, modules[2]))
-    out.sum().backward()
+    loss = modules[1](modules[0](x_of(rank))) * 1
+    loss.register_hook(lambda _: backward_inside(rank, modules[2]))
+    loss.sum().backward()
     return grads(*modules)
 
 
-def test_a_pass_in_a_hook_before_any_bucket_is_full():
+def test_a_pass_in_a_hook_before_backward_has_come_to_a_module():
     assert run_ranks(2, nested_before_all) == [[1.5] * 3 * LAYERS] * 2
 
 
@@ -347,7 +364,7 @@ def nested_first_and_caught(rank):
     """As above; the hook of rank 1 catches the error, and its pass goes on to its end."""
     modules = replicated(rank, 3)
     middle = modules[0](x_of(rank).requires_grad_())
-    out = modules[1](middle)
+    out = modules[1](middle) * 1
 
     def run(_):
         try:

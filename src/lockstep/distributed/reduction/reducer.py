@@ -224,6 +224,8 @@ class Reducer:
             self.passes.note_reached(
                 forward, forward is None or self._members.is_own_parameter(forward.bound_parameter)
             )
+        if not self.common.modules.exclusive:
+            self.common.modules.launch_early(watched.this)
 
     def _watch_foreign(self) -> "_OpenPass":
         """Watch a pass whose beginning the reducer has not seen, and return it."""
@@ -559,6 +561,11 @@ class Reducer:
         if self._taken_over():
             parameters = [each for each in parameters if self._owns(each)]
         return will_accumulate(parameters)
+
+    @property
+    def may_send_early(self) -> bool:
+        """True if it has buckets that leave while backward runs."""
+        return self.common.is_planned and self.common.buckets.early > 0
 
     def launch_ready_buckets(self) -> None:
         """Launch the full buckets that are next in the order, while backward runs."""

@@ -4,11 +4,11 @@ Modules have numbers that are the same on all ranks. If a pass may go through se
 modules that they have reached in one small collective: one number for each module, two bits for each rank, and one
 number for what concerns the pass.
 
-A rank begins the exchange as soon as a bucket is full, with the modules that its graph leads to, and does not wait for
-it (:class:`EarlyAgreement`). Once it has arrived, full buckets leave, in an order that is the same on all ranks: those
-of the module that was replicated last are first, since backward usually reaches it first. What has to wait for the end
-of backward follows then, module by module. A rank that cannot begin early, for instance because it runs a padding
-batch, exchanges the same at the end of its pass; until then the others keep their buckets.
+A rank begins the exchange when backward comes to the first module, with those that its graph leads to, and does not
+wait for it (:class:`EarlyAgreement`). Once it has arrived, full buckets leave, in an order that is the same on all
+ranks: those of the module that was replicated last are first, since backward usually reaches it first. What has to wait
+for the end of backward follows then, module by module. A rank that cannot begin early, for instance because it runs a
+padding batch, exchanges the same at the end of its pass; until then the others keep their buckets.
 
 If any rank has begun early, all exchange once more when these buckets have left: a function that runs a pass of its
 own, as reentrant checkpointing does, may have reached modules that the graph did not show. They are reduced next. And a
@@ -200,12 +200,13 @@ class ReplicatedModules:
     # --------------------------------------------------------------------- while backward runs
 
     def launch_early(self, this: BackwardPass) -> None:
-        """Launch full buckets of the modules that take part in the pass ``this``, as far as they are known; a gradient
-        has come that may have made one full. Waits for nothing."""
+        """Launch full buckets of the modules that take part in the pass ``this``, which has come to outputs or to a
+        gradient of a module; as long as these are not known, begin the exchange. Waits for nothing."""
         if self.early is None and self._may_agree_early(this):
             reached = [module for module in self if module.will_be_reached(this)]
-            told = self.tell(reached, Mark.TAKES_PART, of_pass=PassMark.EARLY)
-            self.early = EarlyAgreement(self, this, reached, told)
+            if any(module.may_send_early for module in reached):
+                told = self.tell(reached, Mark.TAKES_PART, of_pass=PassMark.EARLY)
+                self.early = EarlyAgreement(self, this, reached, told)
         answer = None if self.early is None else self.early.answer_if_known()
         if answer is None or answer.ends_pass or answer.changed:
             return
