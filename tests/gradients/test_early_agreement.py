@@ -10,11 +10,14 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.distributed.reduction import scheduler
 from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.errors import OptionError, PeerError
+from lockstep.errors import CommunicationError, OptionError, PeerError
+from processes import run_processes
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -279,6 +282,79 @@ def test_a_rank_that_fails_while_buckets_leave(place):
     for _, after_it, later in (first, second):
         assert after_it == [None] * 2 * LAYERS
         assert later == [1.5] * 2 * LAYERS
+
+
+def failing_alone(rank):
+    """Rank 1 fails in a backward that rank 0 does not run."""
+    modules = replicated(rank)
+    if rank.rank == 0:
+        return ""
+    middle = modules[0](x_of(rank))
+    middle.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        modules[1](middle).sum().backward()
+    with pytest.raises(CommunicationError) as raised:
+        forward_in_turn(rank, modules).backward()
+    return str(raised.value)
+
+
+def test_a_failed_rank_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(scheduler, "ANSWER_SECONDS", 0.1)
+    _, said = run_ranks(2, failing_alone)
+    assert said.startswith("rank 1 can no longer take part")
+    assert "have not come to the same backward for 0.1 s" in said
+
+
+def skipping(rank, place):
+    """Rank 1 leaves out its second batch, whose backward fails; a third module accumulates in all batches."""
+    modules = replicated(rank, 3)
+    modules[2].set_requires_gradient_sync(False)
+    seen = []
+    for batch in lockstep.batches(range(3), *modules):
+        for module in modules:
+            module.zero_grad()
+        forward_in_turn(rank, modules[2:]).backward()
+
+        def spoil(_, batch=batch):
+            if rank.rank == 1 and batch == 1:
+                raise ArithmeticError("a bad batch")
+
+        with lockstep.loop.skip_on(ArithmeticError, group=rank.group):
+            out = x_of(rank).requires_grad_()
+            for number, module in enumerate(modules[:2]):
+                out = answered(rank, out * 1)
+                if number == place:
+                    out.register_hook(spoil)
+                out = module(out)
+            out.sum().backward()
+        seen.append(grads(*modules))
+    return seen
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_batch_that_is_left_out_while_buckets_leave(place):
+    for number, seen in enumerate(run_ranks(2, skipping, place), 1):
+        usual = [1.5] * 2 * LAYERS + [float(number)] * LAYERS
+        assert seen == [usual, [None] * 3 * LAYERS, usual]
+
+
+def joined(rank):
+    """Rank 1 runs out of batches in Join, which has both wrappers."""
+    modules = [lockstep.DistributedDataParallel(chain(), bucket_cap_mb=1e-6) for _ in "ab"]
+    seen = []
+    with Join([*modules]):
+        for _ in range(4 - rank.rank):
+            for module in modules:
+                module.zero_grad()
+            forward_in_turn(rank, modules).backward()
+            seen.append(grads(*modules))
+    return seen
+
+
+def test_a_rank_that_has_run_out_in_join():
+    first, second = run_processes(2, joined)
+    assert first == [[1.5] * 2 * LAYERS] * 3 + [[0.5] * 2 * LAYERS]
+    assert second == first[:3]
 
 
 def refused_window(rank):

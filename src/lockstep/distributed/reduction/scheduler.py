@@ -76,7 +76,8 @@ class GroupScheduler(PassObserver):
         for module in self.modules:
             if module.watches(this):
                 watching.append(module)  # noqa: PERF401  # a comprehension is one call more
-        if not watching:
+        early = self.modules.early
+        if not watching and (early is None or early.this is not this):
             return
         this.told.add(self)
         if not (self.modules.exclusive and len(watching) == 1 and self._reduce_settled(watching[0], this)):
@@ -248,7 +249,8 @@ class GroupScheduler(PassObserver):
     # ------------------------------------------------------------------------ a pass, as it fails
 
     def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
-        """Tell the other ranks that a backward pass has failed, without waiting."""
+        """Tell the other ranks that a backward pass has failed, without waiting for more than their agreement on the
+        modules, if this rank has begun that."""
         if self in this.told:
             return
         watching = [module for module in self.modules if module.watches(this)]
