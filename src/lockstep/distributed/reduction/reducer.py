@@ -563,6 +563,11 @@ class Reducer:
         return will_accumulate(parameters)
 
     @property
+    def is_on_accelerator(self) -> bool:
+        """True if the module is on an accelerator."""
+        return self.common.is_on_accelerator
+
+    @property
     def may_send_early(self) -> bool:
         """True if it has buckets that leave while backward runs."""
         return self.common.is_planned and self.common.buckets.early > 0

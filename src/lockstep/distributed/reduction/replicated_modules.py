@@ -119,6 +119,7 @@ class ReplicatedModules:
         """The group's number among those of this process, the same on all of its ranks."""
         self.early: EarlyAgreement | None = None
         """The exchange that this rank has begun in the pass under way, or None."""
+        self._considered: BackwardPass | None = None  # the last pass in which it was decided if the exchange may begin
         self._collectives = collectives
         self._links: dict[int, weakref.ref[Module]] = {}
 
@@ -202,11 +203,10 @@ class ReplicatedModules:
     def launch_early(self, this: BackwardPass) -> None:
         """Launch full buckets of the modules that take part in the pass ``this``, which has come to outputs or to a
         gradient of a module; as long as these are not known, begin the exchange. Waits for nothing."""
-        if self.early is None and self._may_agree_early(this):
-            reached = [module for module in self if module.will_be_reached(this)]
-            if any(module.may_send_early for module in reached):
-                told = self.tell(reached, Mark.TAKES_PART, of_pass=PassMark.EARLY)
-                self.early = EarlyAgreement(self, this, reached, told)
+        if self.early is None and self._considered is not this:
+            self._considered = this
+            if self._may_agree_early(this):
+                self._agree_early(this)
         answer = None if self.early is None else self.early.answer_if_known()
         if answer is None or answer.ends_pass or answer.changed:
             return
@@ -214,6 +214,13 @@ class ReplicatedModules:
             module.launch_ready_buckets()
             if not module.has_sent_early:
                 return
+
+    def _agree_early(self, this: BackwardPass) -> None:
+        """Begin the exchange, unless no bucket could leave early."""
+        reached = [module for module in self if module.will_be_reached(this)]
+        if any(module.may_send_early for module in reached):
+            told = self.tell(reached, Mark.TAKES_PART, of_pass=PassMark.EARLY)
+            self.early = EarlyAgreement(self, this, reached, told)
 
     def _may_agree_early(self, this: BackwardPass) -> bool:
         """Return False if the exchange has to wait for the end of the pass.
@@ -224,7 +231,8 @@ class ReplicatedModules:
         """
         if this.outer is not None or not this.accumulates or has_means():
             return False
-        return not any(module.common.is_on_accelerator for module in self)
+        modules = list(self)
+        return any(each.may_send_early for each in modules) and not any(each.is_on_accelerator for each in modules)
 
 
 class Told(NamedTuple):
