@@ -143,7 +143,7 @@ def test_modules_that_other_ranks_alone_reach(uses, wanted):
 
 
 def of_one_rank_in_padding(rank):
-    """Rank 1 has one batch less: it says at the end of its pass which modules it reaches."""
+    """Rank 1 has one batch less."""
     modules = replicated(rank)
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.0)
     seen = []
@@ -155,7 +155,7 @@ def of_one_rank_in_padding(rank):
     return seen
 
 
-def test_a_rank_that_has_run_out_says_it_at_the_end():
+def test_a_rank_that_has_run_out():
     wanted = [[1.5] * 2 * LAYERS] * 2 + [[1.0] * 2 * LAYERS]
     assert run_ranks(2, of_one_rank_in_padding) == [wanted] * 2
 
@@ -357,6 +357,51 @@ def test_a_rank_that_has_run_out_in_join():
     assert second == first[:3]
 
 
+def failing_before_the_report(rank):
+    """What rank 1 is asked for its report fails, once, for the first of two modules."""
+    modules = replicated(rank)
+    fails = [rank.rank == 1]
+
+    def request():
+        if fails[0]:
+            fails[0] = False
+            raise ArithmeticError("no report")
+        return False
+
+    lockstep.loop.stop_when(request, group=rank.group)
+    with pytest.raises(ArithmeticError if rank.rank else PeerError):
+        forward_in_turn(rank, modules).backward()
+    after_it = grads(*modules)
+    for module in modules:
+        module.zero_grad()
+    forward_in_turn(rank, modules).backward()
+    return after_it, grads(*modules)
+
+
+def test_a_rank_that_fails_between_its_buckets_and_its_report():
+    wanted = [None] * LAYERS + [1.5] * LAYERS, [1.5] * 2 * LAYERS
+    assert run_ranks(2, failing_before_the_report) == [wanted] * 2
+
+
+def with_a_mean(rank):
+    """Backward takes a mean before it comes to a module on rank 0, and after it has on rank 1."""
+    modules = replicated(rank)
+    seen = []
+    for _ in range(2):
+        loss = lockstep.loop.mean_over_ranks(modules[0](x_of(rank)), rank.group).sum()
+        if rank.rank:
+            loss = loss + modules[1](x_of(rank)).sum()
+        loss.backward()
+        seen.append(grads(*modules))
+        for module in modules:
+            module.zero_grad()
+    return seen
+
+
+def test_ranks_agree_at_the_end_if_backward_may_take_means():
+    assert run_ranks(2, with_a_mean) == [[[1.5] * LAYERS + [1.0] * LAYERS] * 2] * 2
+
+
 def refused_window(rank):
     """One module is refused on rank 1 at the end of the pass, and the other one is reduced all the same."""
     modules = replicated(rank)
@@ -404,6 +449,33 @@ def nested(rank, catches):
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_pass_in_a_hook_is_refused_once_buckets_may_have_left(catches):
     assert run_ranks(2, nested, catches) == [([None] * 3 * LAYERS, [1.5] * 3 * LAYERS)] * 2
+
+
+def nested_failure(rank):
+    """A pass inside fails on rank 1 after a gradient has come, and its hook catches the error."""
+    modules = replicated(rank, 3)
+
+    def run(_):
+        if rank.rank:
+            with torch.enable_grad(), pytest.raises(ZeroDivisionError):
+                middle = modules[2][0](x_of(rank))
+                middle.register_hook(lambda _: 1 / 0)
+                modules[2][1](middle).sum().backward()
+        else:
+            backward_inside(rank, modules[2])
+
+    middle = modules[0](x_of(rank).requires_grad_())
+    middle.register_hook(run)
+    with pytest.raises(OptionError, match=f"rank {rank.rank}: a hook has run a backward"):
+        modules[1](answered(rank, middle)).sum().backward()
+    for module in modules:
+        module.zero_grad()
+    forward_in_turn(rank, modules).backward()
+    return grads(*modules)
+
+
+def test_a_pass_inside_that_fails_and_is_caught():
+    assert run_ranks(2, nested_failure) == [[1.5] * 3 * LAYERS] * 2
 
 
 def nested_first(rank):

@@ -555,7 +555,7 @@ class Reducer:
 
     def will_be_reached(self, this: BackwardPass) -> bool:
         """Return True if the pass that runs in this thread synchronises the module, as its graph shows."""
-        if not self.watches(this) or not self.synchronises or self.rank_state.padding_batch is not None:
+        if not self.watches(this) or not self.synchronises:
             return False
         parameters = self._members.tracked
         if self._taken_over():

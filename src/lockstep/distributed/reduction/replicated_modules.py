@@ -7,8 +7,8 @@ number for what concerns the pass.
 A rank begins the exchange when backward comes to the first module, with those that its graph leads to, and does not
 wait for it (:class:`EarlyAgreement`). Once it has arrived, full buckets leave, in an order that is the same on all
 ranks: those of the module that was replicated last are first, since backward usually reaches it first. What has to wait
-for the end of backward follows then, module by module. A rank that cannot begin early, for instance because it runs a
-padding batch, exchanges the same at the end of its pass; until then the others keep their buckets.
+for the end of backward follows then, module by module. A rank that cannot begin early, for instance because it has run
+out of batches in ``Join``, exchanges the same at its end; until then the others keep their buckets.
 
 If any rank has begun early, all exchange once more when these buckets have left: a function that runs a pass of its
 own, as reentrant checkpointing does, may have reached modules that the graph did not show. They are reduced next. And a

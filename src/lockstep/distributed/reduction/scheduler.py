@@ -76,8 +76,7 @@ class GroupScheduler(PassObserver):
         for module in self.modules:
             if module.watches(this):
                 watching.append(module)  # noqa: PERF401  # a comprehension is one call more
-        early = self.modules.early
-        if not watching and (early is None or early.this is not this):
+        if not watching:
             return
         this.told.add(self)
         if not (self.modules.exclusive and len(watching) == 1 and self._reduce_settled(watching[0], this)):
