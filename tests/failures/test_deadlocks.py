@@ -78,7 +78,7 @@ PAIRS = [pair for pair in itertools.combinations(OURS, 2) if pair != ("backward"
 @pytest.mark.parametrize(
     ("first", "second", "world"),
     [(*pair, 2) for pair in PAIRS]
-    + [pytest.param(*p, 3, marks=pytest.mark.soak if "mean" not in p else ()) for p in PAIRS],
+    + [pytest.param(*p, 3, marks=pytest.mark.around if "mean" in p else pytest.mark.soak) for p in PAIRS],
 )
 def test_different_calls_over_one_group_are_named_at_once(first, second, world, tmp_path):
     store = dist.HashStore()

@@ -360,7 +360,13 @@ def never_calls(rank, ready, given_up, numel):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("numel", "hosts"), [(10, "aaa"), (BIG, "aaa"), (10, "aba"), (BIG, "aab")])
+@pytest.mark.parametrize(
+    ("numel", "hosts"),
+    [
+        *[(10, "aaa"), (BIG, "aab")],
+        *(pytest.param(*case, marks=pytest.mark.around) for case in [(BIG, "aaa"), (10, "aba")]),
+    ],
+)
 def test_a_rank_that_never_calls_is_named_and_is_told_when_it_does(numel, hosts):
     events = threading.Barrier(2), threading.Semaphore(0)
     results = run_ranks(3, never_calls, *events, numel, hosts=hosts, group_timeout=1.0)
