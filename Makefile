@@ -28,7 +28,7 @@ train: $(READY)  ## the main job: a network on real handwritten digits; a proces
 	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(MAX_RESTARTS),--max-restarts $(MAX_RESTARTS)) \
 		examples/digits.py $(ARGS)
 
-test: $(READY)  ## what the library does: about five minutes on two cores
+test: $(READY)  ## what the library does: under five minutes on two cores
 	$(BIN)/python $(PYTEST) "$(HERE) and not around" $(AROUND:%=--ignore=%) $(ARGS)
 
 test-around: $(READY)  ## pages, examples, command, package, benchmarks, tests' own tools; what is slow
