@@ -53,8 +53,8 @@ class PassMark(IntEnum):
     """It is under way, and the module marks are those of the modules that it will reach."""
     INSIDE = 1 << 20
     """It was begun inside of another one, by a hook."""
-    CHANGED = 1 << 40
-    """Some module has other parameters than the ranks have agreed on."""
+    ONE_BY_ONE = 1 << 40
+    """Some module has other parameters than the ranks have agreed on, or a communication hook."""
 
 
 _RANKS_AT_ONCE = 31
@@ -78,9 +78,9 @@ class PassAgreement(NamedTuple):
     """True if some rank has begun the exchange before its pass had ended: it may have sent buckets since."""
     inside: bool
     """True if the pass of some rank was inside of another one."""
-    changed: bool
-    """True if some module differs from what was agreed on: a parameter may have moved from one to another one, so the
-    round of each ends before that of the next one begins."""
+    one_by_one: bool
+    """True if the round of each module ends before that of the next one begins, and nothing leaves early: a parameter
+    may have moved from one module to another, or a communication hook may begin collectives when others have ended."""
 
     @property
     def ends_pass(self) -> bool:
@@ -168,7 +168,7 @@ class ReplicatedModules:
         head, place = self._head, divmod(self._collectives.rank, _RANKS_AT_ONCE)
         row = torch.zeros(head + 1 + self.next_id, dtype=torch.int64)
         row[place[0]] = own << 2 * place[1]
-        row[head] = of_pass + PassMark.CHANGED * any(module.differs for module in self)
+        row[head] = of_pass + PassMark.ONE_BY_ONE * any(module.goes_alone for module in self)
         for number, module in self.numbered().items():
             if any(module is each for each in modules):
                 row[head + 1 + number] = mark
@@ -194,8 +194,8 @@ class ReplicatedModules:
             any(count % Mark.SKIPS >= Mark.FAILED for count in counts),
             any(count >= Mark.SKIPS for count in counts),
             of_pass % PassMark.INSIDE > 0,
-            of_pass % PassMark.CHANGED >= PassMark.INSIDE,
-            of_pass >= PassMark.CHANGED,
+            of_pass % PassMark.ONE_BY_ONE >= PassMark.INSIDE,
+            of_pass >= PassMark.ONE_BY_ONE,
         )
 
     # --------------------------------------------------------------------- while backward runs
@@ -208,7 +208,7 @@ class ReplicatedModules:
             if self._may_agree_early(this):
                 self._agree_early(this)
         answer = None if self.early is None else self.early.answer_if_known()
-        if answer is None or answer.ends_pass or answer.changed:
+        if answer is None or answer.ends_pass or answer.one_by_one:
             return
         for module in in_sending_order(answer.modules):
             module.launch_ready_buckets()
@@ -232,7 +232,9 @@ class ReplicatedModules:
         if this.outer is not None or not this.accumulates or has_means():
             return False
         modules = list(self)
-        return any(each.may_send_early for each in modules) and not any(each.is_on_accelerator for each in modules)
+        if any(each.is_on_accelerator or each.goes_alone for each in modules):
+            return False
+        return any(each.may_send_early for each in modules)
 
 
 class Told(NamedTuple):

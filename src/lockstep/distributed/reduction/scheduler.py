@@ -234,7 +234,7 @@ class GroupScheduler(PassObserver):
             return False
 
         told, tells = None, answer is not None and answer.asks_again
-        one_by_one = answer is not None and answer.changed
+        one_by_one = answer is not None and answer.one_by_one
         if tells and one_by_one:
             told = self.modules.tell(missed, mark)
         for together in [[module] for module in turns] if one_by_one else [list(turns)]:
