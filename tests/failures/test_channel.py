@@ -1,5 +1,6 @@
 """The failure channel: what one rank tells, or leaves behind, is what all others raise. Ranks are threads here."""
 
+import contextlib
 import errno
 import socket
 import threading
@@ -14,7 +15,7 @@ from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind, of_exception
 from lockstep.failures.messenger import Messenger
 from lockstep.failures.progress import Progress
-from lockstep.failures.ring import Connection, Meeting
+from lockstep.failures.ring import Connection, Meeting, encoded
 from threaded import run_ranks
 
 SOON = 30.0  # ends what hangs
@@ -284,14 +285,36 @@ def test_of_ranks_that_have_come_none_is_blamed_for_a_time_out():
 def test_what_is_read_before_it_is_wanted_is_received_later():
     here, there = socket.socketpair()
     connection, neighbour = Connection(here, 1, SOON), Connection(there, 0, SOON)
-    neighbour.send({"kind": "first"})
-    assert connection.unread() == [{"kind": "first"}]
-    neighbour.send({"kind": "second"})
+    neighbour.send(b"first")
+    assert connection.unread() == [b"first"]
+    neighbour.send(b"second")
     neighbour.close()
-    assert connection.unread() == [{"kind": "first"}, {"kind": "second"}]
-    assert connection.receive() == ([{"kind": "first"}, {"kind": "second"}], True)
+    assert connection.unread() == [b"first", b"second"]
+    assert connection.receive() == ([b"first", b"second"], True)
     assert connection.receive() == ([], True)
     connection.close()
+
+
+def test_messages_that_come_together_go_on_together_and_only_then_are_heard():
+    (here, before), (there, after) = socket.socketpair(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    previous, following, neighbour = Connection(here, 0, SOON), Connection(there, 2, SOON), Connection(before, 1, SOON)
+    after.setblocking(False)
+    passed_on, heard = [], []
+
+    def hear(message):
+        heard.append(message["kind"])
+        with contextlib.suppress(BlockingIOError):
+            passed_on.append((after.recv(1000), heard.copy()))
+
+    this = Messenger(1, [following, previous], None, hear, lambda connection: None, lambda: None)
+    neighbour.send(*(encoded({"kind": f"{number}", "id": [0, number]}) for number in (1, 2, 2, 3)))
+    this._receive(previous)
+    assert heard == ["1", "2", "3"]
+    ((packet, already_heard),) = passed_on
+    assert (packet.count(b"kind"), already_heard) == (3, ["1"])
+    this.close_connections()
+    neighbour.close()
+    after.close()
 
 
 def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come():
@@ -366,7 +389,7 @@ def test_strangers_are_turned_away():
     here._listen()
     address = (here._own.ip, here._own.port)
     strangers = [Connection(socket.create_connection(address), 0, SOON) for _ in range(6)]
-    strangers[0].send({"rank": 1, "secret": "a guess"})
+    strangers[0].send(encoded({"rank": 1, "secret": "a guess"}))
     strangers[1]._socket.send(b"\x04\0\0\0GET ")
     strangers[2]._socket.send(b"GET / HTTP/1.1\r\n\r\n")
     strangers[3]._socket.send(b"\x02\0\0\0[]")
@@ -383,11 +406,11 @@ def test_strangers_are_turned_away():
     neighbours, listener, _ = here.connect(SOON, lambda: None)
     met.join()
     assert [each.peer for each in neighbours] == [1, 1]
-    neighbours[0].send({"kind": "hello"})
+    neighbours[0].send(b"hello")
     heard = []
     until = time.monotonic() + SOON
     while not heard and time.monotonic() < until:
         heard += found[1].receive()[0]
-    assert heard == [{"kind": "hello"}]
+    assert heard == [b"hello"]
     for each in (here, other, listener, *strangers, *neighbours, *found):
         each.close()

@@ -317,7 +317,8 @@ class FailureChannel:
         self._log.close()
 
     def _all_are_gone(self) -> bool:
-        return len(self.left.keys() | self.ended) == len(self.global_ranks)
+        world = len(self.global_ranks)
+        return len(self.left) + len(self.ended) >= world and len(self.left.keys() | self.ended) == world
 
     # ------------------------------------------------------------------------------ the channel's thread
 
@@ -333,7 +334,8 @@ class FailureChannel:
                 left = Failure.of_fields(message["failure"])
                 self.left[left.rank] = left
                 self._left_at = time.monotonic()
-                self._changed.notify_all()
+                if len(self.left) == 1 or self._all_are_gone():  # nobody waits for those between
+                    self._changed.notify_all()
         elif kind in self._handlers:
             self._handlers[kind](message)
 
@@ -346,7 +348,8 @@ class FailureChannel:
                     self.pages[rank] = page
         with self._changed:
             self.places[rank] = place
-            self._changed.notify_all()
+            if len(self.places) == len(self.global_ranks):
+                self._changed.notify_all()
 
     def _neighbour_has_gone(self, connection: Connection) -> None:
         rank = connection.peer

@@ -4,6 +4,7 @@ One thread per rank sleeps until a neighbour has sent something or is gone, or u
 """
 
 import contextlib
+import json
 import logging
 import select
 import socket
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.failures.ring import Connection
+from lockstep.failures.ring import Connection, encoded
 
 LOOK_SECONDS = 1.0
 """``look`` is called after this many seconds without a message."""
@@ -51,7 +52,7 @@ class Messenger:
         self._changed = threading.Condition()
         self._heard: dict[int, int] = {}  # the last message of each rank: they come in order, from both sides
         self._said = 0
-        self._to_send: list[Message] = []
+        self._to_send: list[bytes] = []
         self._sending = self._closing = False
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
@@ -65,7 +66,7 @@ class Messenger:
         """Queue a message to all ranks, without waiting."""
         with self._changed:
             self._said += 1
-            self._to_send.append({"kind": kind, "id": [self._rank, self._said], **fields})
+            self._to_send.append(encoded({"kind": kind, "id": [self._rank, self._said], **fields}))
         self._wake_up()
 
     def send_first(self) -> None:
@@ -116,9 +117,8 @@ class Messenger:
         with self._changed:
             messages, self._to_send = self._to_send, []
             self._sending = bool(messages)
-        for message in messages:
-            for each in self._neighbours:
-                each.send(message)
+        for each in self._neighbours:
+            each.send(*messages)
         if messages:
             with self._changed:
                 self._sending = False
@@ -152,17 +152,22 @@ class Messenger:
     def _receive(self, neighbour: Connection) -> bool:
         """Receive a neighbour's messages, and pass them on; return True if the neighbour is gone."""
         messages, gone = neighbour.receive()
-        for message in messages:
+        heard, passed_on = [], []
+        for data in messages:
+            message = json.loads(data)
             rank, number = message["id"]
             if rank != self._rank and number > self._heard.get(rank, 0):
                 self._heard[rank] = number
-                for each in self._neighbours:
-                    if each is not neighbour and each.is_open:
-                        each.send(message)
-                try:
-                    self._hear(message)
-                except Exception:  # others may wait for the next message
-                    _log.exception("rank %d cannot take a message about a failure: %.200s", self._rank, message)
+                heard.append(message)
+                passed_on.append(data)
+        for each in self._neighbours:
+            if each is not neighbour and each.is_open:
+                each.send(*passed_on)  # at once, before anything here takes time
+        for message in heard:
+            try:
+                self._hear(message)
+            except Exception:  # others may wait for the next message
+                _log.exception("rank %d cannot take a message about a failure: %.200s", self._rank, message)
         if gone:
             neighbour.close()
         return gone

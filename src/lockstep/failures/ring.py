@@ -68,7 +68,7 @@ class Connection:
         """The error that ended the link; None while it is intact, and if only the neighbour's process has ended."""
         self._socket = connected
         self._incoming = bytearray()
-        self._unread: list[dict[str, Any]] = []
+        self._unread: list[bytes] = []
         self._gone = False
         self._outgoing = bytearray()
         connected.setblocking(False)
@@ -85,11 +85,10 @@ class Connection:
         """True if the neighbour is there, as far as is known."""
         return self.fileno() >= 0
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message, whose values may be dataclasses, as soon as there is room; drop it if the neighbour is
-        gone."""
-        data = json.dumps(message, default=asdict).encode()
-        self._outgoing += _LENGTH.pack(len(data)) + data
+    def send(self, *messages: bytes) -> None:
+        """Send :func:`encoded` messages as soon as there is room; drop them if the neighbour is gone."""
+        for message in messages:
+            self._outgoing += _LENGTH.pack(len(message)) + message
         self.flush()
 
     def flush(self) -> bool:
@@ -104,13 +103,13 @@ class Connection:
             self._outgoing.clear()
         return True
 
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+    def receive(self) -> tuple[list[bytes], bool]:
         """Return the messages that have arrived, and whether the neighbour is gone."""
         self.unread()
         messages, self._unread = self._unread, []
         return messages, self.has_ended
 
-    def unread(self) -> list[dict[str, Any]]:
+    def unread(self) -> list[bytes]:
         """Return the messages that have arrived, which :meth:`receive` will return as well."""
         while not self.has_ended:
             try:
@@ -135,7 +134,7 @@ class Connection:
         if error.errno in _LINK_ERRORS:
             self.loss = error
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
+    def _messages(self) -> Iterator[bytes]:
         while len(self._incoming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._incoming)
             if length > _LONGEST:
@@ -143,9 +142,9 @@ class Connection:
                 return
             if len(self._incoming) < _LENGTH.size + length:
                 return
-            data = self._incoming[_LENGTH.size : _LENGTH.size + length]
+            data = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
             del self._incoming[: _LENGTH.size + length]
-            yield json.loads(data)
+            yield data
 
     def end_sending(self) -> None:
         """Let the neighbour see the end once it has read everything."""
@@ -155,6 +154,11 @@ class Connection:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """Return a message as it is sent; its values may be dataclasses."""
+    return json.dumps(message, default=asdict).encode()
 
 
 class NotMetError(CommunicationError):
@@ -244,8 +248,7 @@ class Meeting:
                     self._preceding = self._accept_previous()
                     untold.append(self._preceding)
             for each in filter(None, untold):
-                for message in messages:
-                    each.send(message)
+                each.send(*map(encoded, messages))
             untold = []
             if time.monotonic() >= until:
                 return
@@ -288,7 +291,7 @@ class Meeting:
             self._trouble = f"rank {self._next} cannot be reached at {where[0]}:{where[1]} ({error})"
             return None
         connection = Connection(connected, self._next, self._link_timeout)
-        connection.send({"rank": self._rank, "secret": told["secret"]})
+        connection.send(encoded({"rank": self._rank, "secret": told["secret"]}))
         return connection
 
     def _listen(self) -> None:
@@ -330,15 +333,12 @@ class Meeting:
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._strangers.append(Connection(self._listener.accept()[0], self._previous, self._link_timeout))
-        expected = json.dumps({"rank": self._previous, "secret": self._secret})
+        expected = encoded({"rank": self._previous, "secret": self._secret})
         for each in list(self._strangers):
-            try:
-                said = each.unread()
-            except (ValueError, RecursionError):  # no rank sends this
-                said = [{}]
+            said = each.unread()
             if said or each.has_ended:
                 self._strangers.remove(each)
-                if said and hmac.compare_digest(json.dumps(said.pop(0)), expected):
+                if said and hmac.compare_digest(said.pop(0), expected):
                     return each
                 each.close()
         return None
@@ -360,7 +360,7 @@ class Meeting:
 
     def _look_at(self, neighbour: Connection) -> None:
         """Raise if a neighbour has told of a failure, or is gone, while this rank waits for the other one."""
-        for message in neighbour.unread():
+        for message in map(json.loads, neighbour.unread()):
             if message["kind"] == "failure":
                 raise ToldError(Failure.of_fields(message.get("first", message["failure"])))
         if neighbour.has_ended:
