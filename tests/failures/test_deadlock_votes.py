@@ -41,9 +41,12 @@ class Network:
     def look(self, rank):
         """What a rank's thread does now and then."""
         report, number = self.ranks.report(rank), self.number(rank)
-        if self.told.get(rank) != number and (report.waits or report.has_left):
+        if self.told.get(rank) != number and report.waits:
             self.told[rank] = number
             self.votes[rank].report(number, report)
+        elif self.told.get(rank) != number and report.has_left:
+            self.told[rank] = number
+            self.sender(rank)("left", rank=rank, launched=report.launched)
         self.decide(rank)
 
     def deliver(self, link):

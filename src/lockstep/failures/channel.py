@@ -280,11 +280,11 @@ class FailureChannel:
 
     # ------------------------------------------------------------------------------------------ the end
 
-    def announce_end(self, closed: bool = True) -> None:
+    def announce_end(self, closed: bool = True, launched: dict[str, int] | None = None) -> None:
         """Tell the others that this rank is done, in good order or after a failure; ``closed``: not because its program
-        has ended without closing its session."""
+        has ended without closing its session. ``launched`` is the number of its last collective on each group."""
         self.left[self.rank] = left = self._end(closed)
-        self.tell("left", failure=left)
+        self.tell("left", rank=self.rank, failure=left, launched=launched or {})
 
     def _end(self, closed: bool = True) -> Failure:
         kind, why = (Kind.LEFT, LEFT_EARLY) if closed else (Kind.UNCLOSED, UNKNOWN_END)
@@ -336,7 +336,7 @@ class FailureChannel:
                 self._left_at = time.monotonic()
                 if len(self.left) == 1 or self._all_are_gone():  # nobody waits for those between
                     self._changed.notify_all()
-        elif kind in self._handlers:
+        if kind in self._handlers:
             self._handlers[kind](message)
 
     def _note_place(self, rank: int, place: Place) -> None:

@@ -52,6 +52,8 @@ class Votes:
         """Take a message of another rank."""
         if message["kind"] == "waits":
             self._note(message["rank"], message["number"], Report.of_fields(message["report"]))
+        elif message["kind"] == "left":
+            self._note(message["rank"], -1, Report(launched=message["launched"], has_left=True))
         else:
             self._votes[message["rank"]] = {int(rank): number for rank, number in message["numbers"].items()}
 

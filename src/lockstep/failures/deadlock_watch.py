@@ -45,18 +45,18 @@ class DeadlockWatch:
         self._over = False
         self._votes = Votes(channel.rank, self._state, channel.tell)
         self._told = -1
-        for kind in ("waits", "votes"):
+        for kind in ("waits", "votes", "left"):
             channel.on(kind, self._heard.put)
         self._thread = threading.Thread(target=self._run, name="lockstep deadlocks", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop, and tell the others what this rank has launched: it will launch nothing more."""
+    def close(self) -> dict[str, int]:
+        """Stop, and return what this rank has launched, for :meth:`FailureChannel.announce_end`."""
         self._over = True
         self._heard.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_SECONDS)
-        self._votes.report(-1, Report(launched=self._look.launched(), has_left=True))
+        return self._look.launched()
 
     def _run(self) -> None:
         while not self._over and self._channel.failure is None:

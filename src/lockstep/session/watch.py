@@ -234,10 +234,9 @@ class Watch:
         told = self._tell(channel, error)
         if self._stalls is not None:
             self._stalls.close()
-        if self._deadlocks is not None:
-            self._deadlocks.close()
+        launched = None if self._deadlocks is None else self._deadlocks.close()
         try:
-            channel.announce_end(self._closed or error is not None)
+            channel.announce_end(self._closed or error is not None, launched)
             channel.wait_until_told()
             if error is not None:
                 forget_failed_passes()
