@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import os
+import resource
 import socket
 import threading
 import time
@@ -195,6 +197,28 @@ def test_all_leave_in_order():
         return this.failure, this._log.entries
 
     assert run_ranks(4, train) == [(None, [])] * 4
+
+
+def test_ranks_meet_and_leave_while_a_program_has_many_files_open():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != hard < 4096:
+        pytest.skip("this system allows fewer descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while (number := os.open(os.devnull, os.O_RDONLY)) < 1024:
+            stack.callback(os.close, number)
+        stack.callback(os.close, number)
+        store = dist.HashStore()
+
+        def train(rank):
+            this = channel(store, rank)
+            this.announce_end()
+            assert this.wait_for_others(SOON)
+            this.close()
+            return this._messenger._listener.fileno()
+
+        assert run_ranks(3, train) == [-1] * 3  # closed, at the very end
 
 
 def meeting(store, rank, world):

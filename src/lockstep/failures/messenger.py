@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.failures.ring import Connection, encoded
+from lockstep.failures.ring import Connection, encoded, wait_to_read
 
 LOOK_SECONDS = 1.0
 """``look`` is called after this many seconds without a message."""
@@ -179,6 +179,6 @@ class Messenger:
                 each.end_sending()
         until = time.monotonic() + _READ_SECONDS
         while time.monotonic() < until and (waiting := [each for each in self._neighbours if each.is_open]):
-            for each in select.select(waiting, [], [], 0.02)[0]:
+            for each in wait_to_read(waiting, 0.02):
                 self._receive(each)
         self.close_connections()

@@ -156,6 +156,16 @@ class Connection:
         self._socket.close()
 
 
+def wait_to_read(sockets: Sequence[Any], seconds: float) -> list[Any]:
+    """Return those of some sockets from which something can be read, within ``seconds``; any descriptors will do, also
+    those above 1,023, which ``select.select`` refuses."""
+    poll = select.poll()
+    for each in sockets:
+        poll.register(each, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll(seconds * 1e3)}
+    return [each for each in sockets if each.fileno() in ready]
+
+
 def encoded(message: dict[str, Any]) -> bytes:
     """Return a message as it is sent; its values may be dataclasses."""
     return json.dumps(message, default=asdict).encode()
@@ -328,8 +338,7 @@ class Meeting:
         if self._listener is None:
             time.sleep(LOOK_SECONDS)
             return None
-        waiting: list[Any] = [self._listener, *self._strangers]
-        select.select(waiting, [], [], LOOK_SECONDS)
+        wait_to_read([self._listener, *self._strangers], LOOK_SECONDS)
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._strangers.append(Connection(self._listener.accept()[0], self._previous, self._link_timeout))
