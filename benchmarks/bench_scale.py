@@ -142,7 +142,7 @@ def channel_of(world: int) -> None:
         for number, kind in enumerate(("here", "left")):
             if number:
                 os.read(begin, 1)
-            orders = range(1, world), range(world - 1, 0, -1)
+            orders = range(1, world // 2 + 1), range(world - 1, world // 2, -1)  # each message comes the shorter way
             both = [
                 threading.Thread(target=pass_on, args=(each, order, kind, number))
                 for each, order in zip((next_there, previous_there), orders, strict=True)
