@@ -84,7 +84,7 @@ def test_several_ranks_of_one_process_have_a_page_each(progress):
 
 def test_a_mapped_page_takes_no_descriptor(progress):
     before = os.listdir("/proc/self/fd")
-    (page,) = pages_of(os.getpid())
+    page = page_of(os.getpid(), "digits", 1)
     assert os.listdir("/proc/self/fd") == before
     progress.step = 5
     assert page.read().step == 5
