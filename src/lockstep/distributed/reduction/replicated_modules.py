@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.collectives import Collectives, Pending
-from lockstep.distributed.reduction.autograd.engine import BackwardPass
+from lockstep.distributed.reduction.autograd.engine import BackwardPass, is_autograd_compiled
 from lockstep.distributed.reduction.autograd.graph import has_means
 
 Module = Any
@@ -226,10 +226,10 @@ class ReplicatedModules:
         """Return False if the exchange has to wait for the end of the pass.
 
         It has to inside of another pass, as it might overtake the exchange of that one; and if means over the ranks may
-        be taken in the pass, at a time that depends on the rank. On an accelerator the host is ahead of the device, so
-        that nothing would leave earlier.
+        be taken in the pass, at a time that depends on the rank. Compiled autograd does not tell what the graph leads
+        to. On an accelerator the host is ahead of the device, so that nothing would leave earlier.
         """
-        if this.outer is not None or not this.accumulates or has_means():
+        if this.outer is not None or not this.accumulates or has_means() or is_autograd_compiled():
             return False
         modules = list(self)
         if any(each.is_on_accelerator or each.goes_alone for each in modules):
