@@ -118,6 +118,28 @@ def test_backward_may_reach_modules_in_another_order_on_each_rank(world):
     assert run_ranks(world, in_other_orders) == [[[mean] * 3 * LAYERS] * 3] * world
 
 
+def of_a_shared_weight(rank, cap):
+    """The weights' gradients in three steps of two wrappers, which have the weight of their first layer in common."""
+    first, second = chain(), chain()
+    second[0].weight = first[0].weight
+    options = {"process_group": rank.group, "bucket_cap_mb": cap}
+    modules = [lockstep.DistributedDataParallel(each, **options) for each in (first, second)]
+    seen = []
+    for _ in range(3):
+        forward_in_turn(rank, modules).backward()
+        seen.append(grads(*modules))
+        for module in modules:
+            module.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("cap", [1e-6, 1.0], ids=["early", "at the end"])
+def test_a_weight_in_two_modules(cap):
+    """The last one reduces it: the other one must not take its gradient while that one's round goes on."""
+    wanted = [3.0, 1.5, 1.5] * 2
+    assert run_ranks(2, of_a_shared_weight, cap) == [[wanted] * 3] * 2
+
+
 def on_other_ranks(rank, uses):
     modules = replicated(rank, 3)
     seen = []

@@ -550,9 +550,9 @@ class Reducer:
 
     @property
     def goes_alone(self) -> bool:
-        """True if it has other parameters than the ranks have agreed on, as was found when the pass began, or a
-        communication hook."""
-        return self.rank_state.differs or self.common.hook.hook is not None
+        """True if it has other parameters than the ranks have agreed on, as was found when the pass began, or one that
+        another module synchronises, or a communication hook."""
+        return self.rank_state.differs or self._taken_over() or self.common.hook.hook is not None
 
     def will_be_reached(self, this: BackwardPass) -> bool:
         """Return True if the pass that runs in this thread synchronises the module, as its graph shows."""

@@ -54,7 +54,8 @@ class PassMark(IntEnum):
     INSIDE = 1 << 20
     """It was begun inside of another one, by a hook."""
     ONE_BY_ONE = 1 << 40
-    """Some module has other parameters than the ranks have agreed on, or a communication hook."""
+    """Some module has other parameters than the ranks have agreed on, a parameter of another one, or a communication
+    hook."""
 
 
 _RANKS_AT_ONCE = 31
@@ -80,7 +81,8 @@ class PassAgreement(NamedTuple):
     """True if the pass of some rank was inside of another one."""
     one_by_one: bool
     """True if the round of each module ends before that of the next one begins, and nothing leaves early: a parameter
-    may have moved from one module to another, or a communication hook may begin collectives when others have ended."""
+    may have moved from one module to another, or be in both, and a module takes the gradients of all of its parameters
+    while its round goes on; or a communication hook may begin collectives when others have ended."""
 
     @property
     def ends_pass(self) -> bool:
