@@ -46,10 +46,13 @@ class RunAll:
         return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
-        """Raise the first error, with the others as notes."""
+        """Raise the first error, with those that say something else as notes."""
         errors = self._errors[:]
         self._errors.clear()
+        said = {str(errors[0])} if errors else set()
         for later in errors[1:]:
-            errors[0].add_note(f"After it, {type(later).__name__}: {later}")
+            if str(later) not in said:
+                errors[0].add_note(f"After it, {type(later).__name__}: {later}")
+            said.add(str(later))
         if errors:
             raise errors[0]

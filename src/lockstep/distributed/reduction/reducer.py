@@ -558,10 +558,7 @@ class Reducer:
         """Return True if the pass that runs in this thread synchronises the module, as its graph shows."""
         if not self.watches(this) or not self.synchronises:
             return False
-        parameters = self._members.tracked
-        if self._taken_over():
-            parameters = [each for each in parameters if self._owns(each)]
-        return will_accumulate(parameters)
+        return will_accumulate(self._members.tracked)
 
     @property
     def is_on_accelerator(self) -> bool:
