@@ -61,8 +61,9 @@ class Contribution:
         """Return the name of a parameter of ``optimizer`` whose gradient is this rank's only; None if there is none."""
         if not self.is_local:
             return None
-        own = (each for each in compress(self._parameters, self.used) if each.parameter.grad is not None)
-        return next((each.name for each in own if has_any(optimizer, {id(each.parameter)})), None)
+        # The optimizer is asked first: other threads may write gradients that are not its own.
+        own = (each for each in compress(self._parameters, self.used) if has_any(optimizer, {id(each.parameter)}))
+        return next((each.name for each in own if each.parameter.grad is not None), None)
 
     def forget(self) -> None:
         """Begin a new contribution: the last one has been reduced, or dropped after a failure or with a batch that is
