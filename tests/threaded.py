@@ -186,13 +186,20 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _destroy(groups: list[Any]) -> None:
-    """Ends the groups. A model that was attached to one is mostly part of a cycle, so the collector has to look."""
+    """Ends the groups. A model that was attached to one is mostly part of a cycle, so the collector has to look.
+
+    It looks in this thread alone: a thread of Gloo that ends its own group waits for itself, and the process aborts.
+    """
     alive = [weakref.ref(group) for group in groups if group is not None]
-    groups.clear()
-    for generation in range(3):  # the cheap ones first
-        if not any(group() is not None for group in alive):
-            break
-        gc.collect(generation)
+    gc.disable()
+    try:
+        groups.clear()
+        for generation in range(3):  # the cheap ones first
+            if not any(group() is not None for group in alive):
+                break
+            gc.collect(generation)
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------------------------------- counting
