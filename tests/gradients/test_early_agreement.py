@@ -288,7 +288,7 @@ def failing(rank, place, error=ArithmeticError):
         out.sum().backward()
         said = ""
     except (error, PeerError) as caught:
-        said = f"{type(caught).__name__}: {caught}"
+        said = "\n".join((f"{type(caught).__name__}: {caught}", *getattr(caught, "__notes__", ())))
     after_it = grads(*modules)
     for module in modules:
         module.zero_grad()
@@ -300,6 +300,7 @@ def failing(rank, place, error=ArithmeticError):
 def test_a_rank_that_fails_while_buckets_leave(place):
     first, second = run_ranks(2, failing, place)
     assert first[0].startswith("PeerError: rank 0: backward failed on rank 1")
+    assert "After it" not in first[0]  # both modules say the same
     assert second[0] == "ArithmeticError: a bad batch"
     for _, after_it, later in (first, second):
         assert after_it == [None] * 2 * LAYERS
@@ -500,12 +501,21 @@ def test_a_pass_inside_that_fails_and_is_caught():
     assert run_ranks(2, nested_failure) == [[1.5] * 3 * LAYERS] * 2
 
 
-def nested_first(rank):
-    """On rank 1 the pass inside begins before the outer one has come to a module, on rank 0 after."""
+def nested_first(rank, catches):
+    """On rank 1 the pass inside begins before the outer one has come to a module, on rank 0 after. If its hook catches
+    the error, the outer pass goes on to its end."""
     modules = replicated(rank, 3)
     middle = modules[0](x_of(rank).requires_grad_())
     out = modules[1](middle) * 1
-    (out if rank.rank else middle).register_hook(lambda _: backward_inside(rank, modules[2]))
+
+    def run(_):
+        try:
+            backward_inside(rank, modules[2])
+        except OptionError:
+            if not (catches and rank.rank):
+                raise
+
+    (out if rank.rank else middle).register_hook(run)
     with pytest.raises(OptionError, match=re.escape(f"rank {rank.rank}: a hook has run a backward")):
         out.sum().backward()
     for module in modules:
@@ -514,8 +524,9 @@ def nested_first(rank):
     return grads(*modules)
 
 
-def test_ranks_notice_that_one_has_agreed_for_a_pass_inside():
-    assert run_ranks(2, nested_first) == [[1.5] * 3 * LAYERS] * 2
+@pytest.mark.parametrize("catches", [False, True])
+def test_ranks_notice_that_one_has_agreed_for_a_pass_inside(catches):
+    assert run_ranks(2, nested_first, catches) == [[1.5] * 3 * LAYERS] * 2
 
 
 def nested_before_all(rank):
@@ -528,29 +539,3 @@ def nested_before_all(rank):
 
 def test_a_pass_in_a_hook_before_backward_has_come_to_a_module():
     assert run_ranks(2, nested_before_all) == [[1.5] * 3 * LAYERS] * 2
-
-
-def nested_first_and_caught(rank):
-    """As above; the hook of rank 1 catches the error, and its pass goes on to its end."""
-    modules = replicated(rank, 3)
-    middle = modules[0](x_of(rank).requires_grad_())
-    out = modules[1](middle) * 1
-
-    def run(_):
-        try:
-            backward_inside(rank, modules[2])
-        except OptionError:
-            if not rank.rank:
-                raise
-
-    (out if rank.rank else middle).register_hook(run)
-    with pytest.raises(OptionError, match=re.escape(f"rank {rank.rank}: a hook has run a backward")):
-        out.sum().backward()
-    for module in modules:
-        module.zero_grad()
-    forward_in_turn(rank, modules).backward()
-    return grads(*modules)
-
-
-def test_the_error_of_a_pass_inside_does_not_get_lost():
-    assert run_ranks(2, nested_first_and_caught) == [[1.5] * 3 * LAYERS] * 2

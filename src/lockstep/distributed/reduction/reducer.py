@@ -7,7 +7,8 @@ file:
    the module, and decides whether this backward synchronises.
 2. *fill* - while backward runs, triggers (``managed_parameters.py``) look whether all gradients of a bucket have come.
    A full bucket is launched at once if all before it have been: every rank sends the same buckets in the
-   same order, whatever order its gradients come in. The first trigger opens the round.
+   same order, whatever order its gradients come in. The first trigger opens the round. With several modules on the
+   group, ``replicated_modules.py`` says when buckets may leave, and modules take turns at the end.
 3. *look* - the pass has ended: the reducer finds which gradients have changed. A pass that does not synchronise ends
    here.
 4. *finalize* - buckets that are not full are launched: a parameter without a new gradient contributes its accumulated

@@ -165,7 +165,9 @@ class ReplicatedModules:
 
     # --------------------------------------------------------------------- what ranks tell each other
 
-    def tell(self, modules: Sequence[Module], mark: Mark, own: int = 0, of_pass: PassMark = PassMark.AT_END) -> "Told":
+    def tell(
+        self, modules: Sequence[Module], mark: Mark, own: int = 0, of_pass: PassMark = PassMark.AT_END
+    ) -> "Exchange":
         """Send ``mark`` for some modules, ``own`` for this rank, and what concerns the pass, without waiting."""
         head, place = self._head, divmod(self._collectives.rank, _RANKS_AT_ONCE)
         row = torch.zeros(head + 1 + self.next_id, dtype=torch.int64)
@@ -175,7 +177,7 @@ class ReplicatedModules:
             if any(module is each for each in modules):
                 row[head + 1 + number] = mark
         row = row.to(self._collectives.device)
-        return Told(row, self._collectives.all_reduce(row, "which modules take part"))
+        return Exchange(row, self._collectives.all_reduce(row, "which modules take part"))
 
     @property
     def _head(self) -> int:
@@ -186,18 +188,19 @@ class ReplicatedModules:
         rank."""
         return self.read(self.tell(modules, Mark.TAKES_PART, own, of_pass))
 
-    def read(self, told: "Told") -> PassAgreement:
+    def read(self, exchange: "Exchange") -> PassAgreement:
         """Wait for the answers to what :meth:`tell` has sent."""
-        told.pending.wait()
-        packed, (of_pass, *counts) = told.row[: self._head].tolist(), told.row[self._head :].tolist()
+        exchange.pending.wait()
+        packed, (of_pass, *counts) = exchange.row[: self._head].tolist(), exchange.row[self._head :].tolist()
+        taking_part = (module for number, module in self.numbered().items() if number < len(counts) and counts[number])
         return PassAgreement(
-            packed,
-            [module for number, module in self.numbered().items() if number < len(counts) and counts[number]],
-            any(count % Mark.SKIPS >= Mark.FAILED for count in counts),
-            any(count >= Mark.SKIPS for count in counts),
-            of_pass % PassMark.INSIDE > 0,
-            of_pass % PassMark.ONE_BY_ONE >= PassMark.INSIDE,
-            of_pass >= PassMark.ONE_BY_ONE,
+            packed=packed,
+            modules=list(taking_part),
+            failed=any(count % Mark.SKIPS >= Mark.FAILED for count in counts),
+            skipped=any(count >= Mark.SKIPS for count in counts),
+            early=of_pass % PassMark.INSIDE > 0,
+            inside=of_pass % PassMark.ONE_BY_ONE >= PassMark.INSIDE,
+            one_by_one=of_pass >= PassMark.ONE_BY_ONE,
         )
 
     # --------------------------------------------------------------------- while backward runs
@@ -221,8 +224,8 @@ class ReplicatedModules:
         """Begin the exchange, unless no bucket could leave early."""
         reached = [module for module in self if module.will_be_reached(this)]
         if any(module.may_send_early for module in reached):
-            told = self.tell(reached, Mark.TAKES_PART, of_pass=PassMark.EARLY)
-            self.early = EarlyAgreement(self, this, reached, told)
+            exchange = self.tell(reached, Mark.TAKES_PART, of_pass=PassMark.EARLY)
+            self.early = EarlyAgreement(self, this, reached, exchange)
 
     def _may_agree_early(self, this: BackwardPass) -> bool:
         """Return False if the exchange has to wait for the end of the pass.
@@ -239,8 +242,8 @@ class ReplicatedModules:
         return any(each.may_send_early for each in modules)
 
 
-class Told(NamedTuple):
-    """What :meth:`ReplicatedModules.tell` has begun."""
+class Exchange(NamedTuple):
+    """An exchange that :meth:`ReplicatedModules.tell` has begun."""
 
     row: Tensor
     """The row being summed, to be kept until it has arrived."""
@@ -250,24 +253,26 @@ class Told(NamedTuple):
 class EarlyAgreement:
     """The exchange that this rank has begun while a pass runs."""
 
-    def __init__(self, modules: ReplicatedModules, this: BackwardPass, reached: Sequence[Module], told: Told) -> None:
+    def __init__(
+        self, modules: ReplicatedModules, this: BackwardPass, reached: Sequence[Module], exchange: Exchange
+    ) -> None:
         self.this = this
         self.reached = reached
         """The modules that this rank has named."""
         self.is_broken = False
         """True if a pass inside of this one was to be reduced, which is refused."""
         self._modules = modules
-        self._told = told
+        self._exchange = exchange
         self._answer: PassAgreement | None = None
 
     def answer(self) -> PassAgreement:
         """Return what the ranks have agreed on; waits for it."""
         if self._answer is None:
-            self._answer = self._modules.read(self._told)
+            self._answer = self._modules.read(self._exchange)
         return self._answer
 
     def answer_if_known(self, seconds: float = 0.0) -> PassAgreement | None:
         """Return what the ranks have agreed on, or None if it is not known yet; waits so many seconds for it."""
         if seconds:
-            self._told.pending.linger(seconds)
-        return self.answer() if self._answer is not None or self._told.pending.done() else None
+            self._exchange.pending.linger(seconds)
+        return self.answer() if self._answer is not None or self._exchange.pending.done() else None

@@ -20,11 +20,11 @@ from lockstep.distributed.reduction.module.buffers import KeptBuffers
 from lockstep.distributed.reduction.reducer import Reducer, Turns
 from lockstep.distributed.reduction.replicated_modules import (
     EarlyAgreement,
+    Exchange,
     Mark,
     PassAgreement,
     PassMark,
     ReplicatedModules,
-    Told,
     in_sending_order,
 )
 from lockstep.distributed.reduction.report.decisions import decisions_of
@@ -47,7 +47,7 @@ class GroupScheduler(PassObserver):
         self.group = group
         self.decisions = decisions_of(group)
         """The state of this rank's loop, as it is reported to the other ranks."""
-        self._aborted: Told | None = None
+        self._aborted: Exchange | None = None  # kept until it has arrived
         self._collectives = Collectives(group, Phases())
         self.modules = ReplicatedModules(self._collectives)
         """The modules that are replicated over the group."""
@@ -140,10 +140,10 @@ class GroupScheduler(PassObserver):
         """Reduce the modules that the pass has reached on any rank; on this one, it has reached those given."""
         early = self.modules.early
         if early is None:
-            told = self.modules.tell(reducing, Mark.TAKES_PART, of_pass=_mark_of(this))
-            answer = self.modules.read(told)
+            exchange = self.modules.tell(reducing, Mark.TAKES_PART, of_pass=_mark_of(this))
+            answer = self.modules.read(exchange)
             if answer.are_mixed_up and this.outer is not None:  # then the others have ended the pass around it as well
-                self.modules.early = EarlyAgreement(self.modules, this.outermost, (), told)
+                self.modules.early = EarlyAgreement(self.modules, this.outermost, (), exchange)
                 self.modules.early.is_broken = True
             self.follow(answer)
         elif early.this is this and not early.is_broken:
@@ -165,13 +165,13 @@ class GroupScheduler(PassObserver):
 
     def follow(
         self,
-        told: PassAgreement,
+        answer: PassAgreement,
         part_of: Callable[[Reducer], Part] = lambda _: Part.FULL,
         missed: Sequence[Reducer] = (),
     ) -> None:
         """Reduce the modules on which the ranks have agreed, as :meth:`reduce` does; ``missed``: those that this rank
         has reached, and has not named."""
-        self.reduce(self._that_take_part(told), part_of, told, missed)
+        self.reduce(self._that_take_part(answer), part_of, answer, missed)
 
     def reduce(
         self,
@@ -184,7 +184,7 @@ class GroupScheduler(PassObserver):
 
         In ``Join``, a rank without batches keeps its gradients and its weights for a later round: see
         tests/loops/test_join_gradients.py. ``answer``: what the ranks have agreed on, if there are several modules;
-        ``missed``: the modules that this rank says if the ranks exchange that once more.
+        ``missed``: the modules that this rank names if the ranks exchange that once more.
         """
         steps = RunAll()
         with ExitStack() as stack:
@@ -196,10 +196,10 @@ class GroupScheduler(PassObserver):
                         stack.enter_context(module.rank_state.set_aside(lambda _: True))
                 return {module: module.finalize_backward(part) for module, part in parts.items()}
 
-            reduced, told = self._take_turns(turns_of(modules), steps, answer, missed)
-            if told is not None:
+            reduced, exchange = self._take_turns(turns_of(modules), steps, answer, missed)
+            if exchange is not None:
                 with steps:
-                    more = self.modules.read(told)
+                    more = self.modules.read(exchange)
                     found = self._that_take_part(more, known=steps.first is not None)
                     reduced += self._take_turns(turns_of(found), steps, more)[0]
             for module, parameters in reduced:
@@ -217,7 +217,7 @@ class GroupScheduler(PassObserver):
         answer: PassAgreement | None = None,
         missed: Sequence[Reducer] = (),
         mark: Mark = Mark.TAKES_PART,
-    ) -> tuple[list[tuple[Reducer, Sequence[Parameter]]], Told | None]:
+    ) -> tuple[list[tuple[Reducer, Sequence[Parameter]]], Exchange | None]:
         """Let modules take turns until all have ended; return what they have returned.
 
         If the ranks exchange once more which modules take part, this sends ``mark`` for those that were ``missed``.
@@ -233,17 +233,17 @@ class GroupScheduler(PassObserver):
                     results.append((module, end.value))
             return False
 
-        told, tells = None, answer is not None and answer.asks_again
+        exchange, tells = None, answer is not None and answer.asks_again
         one_by_one = answer is not None and answer.one_by_one
         if tells and one_by_one:
-            told = self.modules.tell(missed, mark)
+            exchange = self.modules.tell(missed, mark)
         for together in [[module] for module in turns] if one_by_one else [list(turns)]:
             going_on = {module for module in in_sending_order(together) if goes_on(module)}
-            if tells and told is None:
-                told = self.modules.tell(missed, mark)
+            if tells and exchange is None:
+                exchange = self.modules.tell(missed, mark)
             while going_on:
                 going_on = {module for module in together if module in going_on and goes_on(module)}
-        return results, told
+        return results, exchange
 
     # ------------------------------------------------------------------------ a pass, as it fails
 
@@ -271,25 +271,24 @@ class GroupScheduler(PassObserver):
         failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
         early = self.modules.early
         is_inside = early is not None and this is not None and this.is_inside(early.this)
-        if early is not None and failing and is_inside:
+        if early is not None and is_inside and failing:
             early.is_broken = True  # the pass around it tells the others
-        if early is not None and early.this is not this:
-            early = None
-        tells = not is_inside and (bool(failing) or early is not None)
+        has_agreed = early is not None and early.this is this
+        tells = not is_inside and (bool(failing) or has_agreed)
         if failing or tells:
             self.decisions.note_failure()
-        steps = RunAll()
         try:
-            if tells and not self.modules.exclusive:
-                mark = Mark.SKIPS if self.decisions.skips_after(sys.exception()) else Mark.FAILED
-                # Kept until it has arrived.
-                self._aborted = self.modules.tell(failing, mark, of_pass=_mark_of(this)) if early is None else None
-                if early is not None:
-                    self.modules.early = None
-                    self._aborted = self._abort_agreed(early, mark)
-            elif tells:
+            if tells and self.modules.exclusive:
+                steps = RunAll()
                 self._take_turns({module: module.abort() for module in failing}, steps)
                 steps.end()
+            elif tells:
+                mark = Mark.SKIPS if self.decisions.skips_after(sys.exception()) else Mark.FAILED
+                if early is not None and has_agreed:
+                    self.modules.early = None
+                    self._aborted = self._abort_agreed(early, mark)
+                else:
+                    self._aborted = self.modules.tell(failing, mark, of_pass=_mark_of(this))
         except RuntimeError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
@@ -303,7 +302,7 @@ class GroupScheduler(PassObserver):
                 for module in modules:
                     module.end_pass(failed=any(module is each for each in failing))
 
-    def _abort_agreed(self, early: EarlyAgreement, mark: Mark) -> Told | None:
+    def _abort_agreed(self, early: EarlyAgreement, mark: Mark) -> Exchange | None:
         """Send what the other ranks wait for, on which this one has agreed before it has failed, and ``mark``."""
         answer = early.answer_if_known(ANSWER_SECONDS)
         if answer is None:
@@ -315,9 +314,9 @@ class GroupScheduler(PassObserver):
             return None
         steps = RunAll()
         turns = {each: each.abort() for each in answer.modules}
-        _, told = self._take_turns(turns, steps, answer, answer.modules, mark)
+        _, exchange = self._take_turns(turns, steps, answer, answer.modules, mark)
         steps.end()
-        return told
+        return exchange
 
     # ------------------------------------------------------------------------ an optimizer's step
 
@@ -354,16 +353,16 @@ class GroupScheduler(PassObserver):
         Either a module's forward begins, with a mark of each rank that is not listening; or no rank has a mark, and the
         modules are reduced: see :meth:`follow`.
         """
-        told = self.modules.ask([])
-        return told.marks(self._collectives.world), told
+        answer = self.modules.ask([])
+        return answer.marks(self._collectives.world), answer
 
-    def _that_take_part(self, told: PassAgreement, known: bool = False) -> list[Reducer]:
+    def _that_take_part(self, answer: PassAgreement, known: bool = False) -> list[Reducer]:
         """Return the modules that take part; raise if the pass has failed, unless that is ``known``."""
-        if told.are_mixed_up:
+        if answer.are_mixed_up:
             self._end_rounds()
             self.decisions.note_failure()
             raise self._refusal()
-        if told.failed:
+        if answer.failed:
             self._end_rounds()
             self.decisions.note_failure()
             if known:
@@ -372,11 +371,11 @@ class GroupScheduler(PassObserver):
                 f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
                 "were reduced; that rank's own error says why. No gradient has been handed out"
             )
-        if told.skipped:
+        if answer.skipped:
             self._end_rounds()
             self._note_skipped()
             return []
-        return told.modules
+        return answer.modules
 
     def _end_rounds(self) -> None:
         """End the rounds of all modules: all ranks know that the pass has failed, but not which modules it would have

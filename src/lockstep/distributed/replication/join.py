@@ -89,16 +89,16 @@ class ShadowHook(JoinHook):
         scheduler = self.scheduler
         found = ((reducer, _open_hook(reducer)) for reducer in list(_contexts))
         hooks = {reducer: hook for reducer, hook in found if hook is not None and hook.scheduler is scheduler}
-        marks, told = scheduler.listen()
+        marks, answer = scheduler.listen()
         if any(marks):
-            for hook in (hooks[member] for member in told.modules if member in hooks):
+            for hook in (hooks[member] for member in answer.modules if member in hooks):
                 hook._begin(marks)
             return
 
         def part_of(module: Reducer) -> Part:
             return hooks[module]._take_part() if module in hooks else Part.FULL
 
-        scheduler.follow(told, part_of)
+        scheduler.follow(answer, part_of)
 
     def _begin(self, marks: list[int]) -> None:
         self.count_only_active(marks)

@@ -42,6 +42,12 @@ class ReachableLeaves:
     """By the id of the owner, the marks that :func:`mark_output` has set on outputs in the graph."""
 
 
+def will_accumulate(parameters: Iterable[Tensor]) -> bool:
+    """Return True if the pass that runs in this thread is to accumulate into one of some leaves, as its graph shows."""
+    executes = torch._C._will_engine_execute_node
+    return any(each.requires_grad and executes(get_gradient_edge(each).node) for each in parameters)
+
+
 def reach_of(given: dict[str, Any]) -> ReachableLeaves:
     """Return the leaves that a pass with these arguments may accumulate into."""
     if not given.get("accumulate_grad"):
@@ -107,12 +113,6 @@ class MeanInPass:
 
 _alive: weakref.WeakSet[MeanInPass] = weakref.WeakSet()
 _numbers = itertools.count()
-
-
-def will_accumulate(parameters: Iterable[Tensor]) -> bool:
-    """Return True if the pass that runs in this thread is to accumulate into one of some leaves, as its graph shows."""
-    executes = torch._C._will_engine_execute_node
-    return any(each.requires_grad and executes(get_gradient_edge(each).node) for each in parameters)
 
 
 def has_means() -> bool:
