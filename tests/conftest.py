@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import gc
 import itertools
@@ -40,6 +39,8 @@ if HERE not in sys.path:  # `import sim`, whatever pytest's import mode
 
 import pairwise  # noqa: E402
 import sim as simulator  # noqa: E402
+import workers  # noqa: E402
+from workers import pytest_xdist_make_scheduler  # noqa: E402, F401
 
 DEVICES = 8
 _backend = pytest.StashKey[ModuleType | str]()
@@ -77,22 +78,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 # ---------------------------------------------------------------------------------------- workers
 
 
-# Files whose tests share what one of them has started: they go to one worker. All other tests go where there is room.
-TOGETHER = ("test_digits.py", "test_benchmarks.py", "test_beside_ddp.py", "test_rank_names.py")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if file.endswith(TOGETHER) else nodeid
-
-    return Scheduling(config, log)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
     gc.disable()  # whatever is made now stays
@@ -117,24 +102,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Outermost, so that waiting for other workers does not count towards the test's own limit."""
     folder = os.environ.get("LOCKSTEP_TEST_TURNS") if hasattr(item.config, "workerinput") else None
     _keep_from_collections()
-    with _turn(folder, alone=item.get_closest_marker("alone") is not None):
+    with workers.turn(folder, alone=item.get_closest_marker("alone") is not None):
         return (yield)
-
-
-@contextlib.contextmanager
-def _turn(folder: str | None, alone: bool) -> Iterator[None]:
-    """Within: a test marked `alone` runs beside no other. The queue lets it in though others never stop running."""
-    if folder is None:
-        yield
-        return
-    with open(Path(folder, "queue"), "w") as queue, open(Path(folder, "running"), "w") as running:
-        fcntl.flock(queue, fcntl.LOCK_EX)
-        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(queue, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:
-            fcntl.flock(running, fcntl.LOCK_UN)  # not left to close(): a process that the test has forked holds it, too
 
 
 # ---------------------------------------------------------------------------------------- devices

@@ -188,18 +188,29 @@ def _let_go(error: BaseException | None) -> None:
 def _destroy(groups: list[Any]) -> None:
     """Ends the groups. A model that was attached to one is mostly part of a cycle, so the collector has to look.
 
-    It looks in this thread alone: a thread of Gloo that ends its own group waits for itself, and the process aborts.
+    They end in this thread: a thread of Gloo that ends its own group waits for itself, and the process aborts. So this
+    one keeps them until others have let go of them, such as a thread of Gloo that is about to leave a callback.
     """
-    alive = [weakref.ref(group) for group in groups if group is not None]
-    gc.disable()
+    groups[:] = [group for group in groups if group is not None]
+    alive = [weakref.ref(group) for group in groups]
+    gc.disable()  # other threads collect nothing
     try:
-        groups.clear()
         for generation in range(3):  # the cheap ones first
-            if not any(group() is not None for group in alive):
+            if _mine_alone(groups):
                 break
             gc.collect(generation)
+        deadline = time.monotonic() + 0.1  # for groups that somebody keeps for good
+        while not _mine_alone(groups) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        groups.clear()
+        if any(group() is not None for group in alive):  # those that refer to themselves
+            gc.collect()
     finally:
         gc.enable()
+
+
+def _mine_alone(groups: list[Any]) -> bool:
+    return all(sys.getrefcount(group) <= 3 for group in groups)  # the list, the loop and the call
 
 
 # ---------------------------------------------------------------------------------------- counting

@@ -323,7 +323,7 @@ def failing_alone(rank):
 
 def test_a_failed_rank_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(scheduler, "ANSWER_SECONDS", 0.1)
-    _, said = run_ranks(2, failing_alone)
+    _, said = run_ranks(2, failing_alone, group_timeout=2.0)  # ending a group waits for what is under way
     assert said.startswith("rank 1 can no longer take part")
     assert "have not come to the same backward for 0.1 s" in said
 
