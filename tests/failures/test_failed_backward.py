@@ -224,6 +224,37 @@ def test_a_failure_is_told_before_it_gets_to_a_module_that_recomputes_all_of_its
     assert failing == (ArithmeticError, [True] * modules)
 
 
+def recomputed(module, x, depth):
+    """The module, called as a whole in reentrant checkpoints inside of one another."""
+    return checkpoint(recomputed, module, x, depth - 1, use_reentrant=True) if depth else module(x)
+
+
+def loss_fails_before_checkpoints(rank, modules, depth):
+    """A loss fails on one rank, before its backward has got to checkpoints around whole modules."""
+    models = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(modules)]
+    teacher = lockstep.replicate(one_weight(), process_group=rank.group)
+    seen = []
+    for fails in (True, False):
+        x = x_of(rank).requires_grad_()
+        for model in models:
+            model.zero_grad()
+        with torch.no_grad():
+            target = checkpoint(teacher, x, use_reentrant=True)  # in no graph
+        loss = sum(recomputed(model, x, depth) for model in models) - target
+        seen.append(error_of(lambda: fails_in_backward(loss, fails and rank.rank == 1).sum().backward()))
+        seen.append([None if model.weight.grad is None else model.weight.grad.item() for model in models])
+    return seen, [good_step(rank, model, x) for model in [*models, teacher]]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failure_is_told_before_it_gets_to_checkpoints_around_whole_modules(modules, depth):
+    for raised, found in zip(
+        (PeerError, ArithmeticError), run_ranks(2, loss_fails_before_checkpoints, modules, depth), strict=True
+    ):
+        assert found == ([raised, [None] * modules, None, [1.5] * modules], [True] * (modules + 1))
+
+
 def loss_fails_after_loading(rank, past_forward):
     """One rank's loss fails in backward, before the pass gets to a module all of whose parameters are new."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)

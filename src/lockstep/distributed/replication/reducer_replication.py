@@ -17,7 +17,7 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import watchers
 from lockstep.distributed.comm.groups import resolve_group
 from lockstep.distributed.reduction.autograd.engine import watch_engine
-from lockstep.distributed.reduction.autograd.graph import mark_output
+from lockstep.distributed.reduction.autograd.graph import mark_checkpoints, mark_output
 from lockstep.distributed.reduction.buckets.comm_hooks import Hook, check_hook, hook_state, name_of, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
@@ -184,7 +184,10 @@ class ReducerReplication(Replication):
         """Mark the outputs: a backward through them goes through this forward, and its round ends with the outermost
         pass."""
         reducer = self.reducer
-        if reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if reducer is None or torch.compiler.is_compiling():
+            return
+        if not torch.is_grad_enabled():
+            mark_checkpoints(reducer, reducer.common.members.bound_parameter())
             return
         if isinstance(outputs, Tensor):
             tensors = [outputs] if outputs.requires_grad and not outputs.is_leaf else []

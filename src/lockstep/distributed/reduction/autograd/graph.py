@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction
 
 from lockstep._base.devices import is_accelerator
 from lockstep._base.dtensors import local_part
@@ -39,7 +41,7 @@ class ReachableLeaves:
     hidden: bool = False
     """True if there may be more: functions written in Python may run passes of their own, as checkpointing does."""
     marks: Mapping[int, Sequence[object]] = field(default_factory=dict)
-    """By the id of the owner, the marks that :func:`mark_output` has set on outputs in the graph."""
+    """By the id of the owner, the marks that :func:`mark_output` and :func:`mark_checkpoints` have set in the graph."""
 
 
 def will_accumulate(parameters: Iterable[Tensor]) -> bool:
@@ -75,8 +77,21 @@ def devices_of_leaves(given: dict[str, Any]) -> set[torch.device]:
 def mark_output(tensor: Tensor, owner: object, mark: object) -> None:
     """Mark the graph node of ``tensor``, so that :func:`reach_of` finds ``mark`` for ``owner``."""
     if tensor.grad_fn is not None:
-        metadata: dict[object, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]  # a property
-        metadata.setdefault(_KEY, []).append((weakref.ref(owner), mark))
+        _mark(tensor.grad_fn, owner, mark)
+
+
+def mark_checkpoints(owner: object, mark: object) -> None:
+    """Mark the nodes of the reentrant checkpoints whose forward this thread is in, as :func:`mark_output` does: their
+    backward runs the forward again, with a graph that is not there yet."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            _mark(frame.f_locals["ctx"], owner, mark)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _mark(node: Any, owner: object, mark: object) -> None:
+    node.metadata.setdefault(_KEY, []).append((weakref.ref(owner), mark))
 
 
 # ----------------------------------------------------------------------------------------------- means
