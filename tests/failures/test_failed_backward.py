@@ -241,7 +241,7 @@ def loss_fails_before_checkpoints(rank, modules, depth):
         with torch.no_grad():
             target = checkpoint(teacher, x, use_reentrant=True)  # in no graph
         loss = sum(recomputed(model, x, depth) for model in models) - target
-        seen.append(error_of(lambda: fails_in_backward(loss, fails and rank.rank == 1).sum().backward()))
+        seen.append(error_of(fails_in_backward(loss, fails and rank.rank == 1).sum().backward))
         seen.append([None if model.weight.grad is None else model.weight.grad.item() for model in models])
     return seen, [good_step(rank, model, x) for model in [*models, teacher]]
 
