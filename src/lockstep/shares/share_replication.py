@@ -87,15 +87,17 @@ class ShareReplication(Replication):
 
     # ------------------------------------------------------------------------------------- forward
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_forward(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See :class:`Replication`."""
         if self._module is None:
             self._start_at_forward()
         if self._module is not None and not torch.compiler.is_compiling():
-            self._module.note_forward(self._selection.module.training)
+            self._module.note_forward(module.training)
         return self._moved(args, kwargs) if self._moves_inputs else (args, kwargs)
 
-    def after_forward(self, outputs: Any) -> None:
+    def after_forward(self, module: Module, args: object, outputs: Any) -> None:
         """Do nothing: it is known to which share a backward belongs."""
 
     # ------------------------------------------------------------------------------------- methods

@@ -241,19 +241,18 @@ class RankState:
         calls = _NO_PASS if passive or part is Part.SKIPS else self.passes.summarize()
         if loops.skips_next and part is not Part.FAILED:
             part = Part.SKIPS
+        weights = window.weights
         return Status(
-            round=number,
-            batch=loops.batch,
-            part=part,
-            stops=loops.asks_to_stop,
-            ends=loops.innermost.batch.ends,
-            changed=self.differs,
-            weighted=bool(window.weights),
-            called=calls[0],
-            through=calls[1],
-            unused_forwards=calls[2],
-            steps=self.steps.count,
-            weight=sum(window.weights),
+            number,
+            loops.batch,
+            part,
+            loops.asks_to_stop,
+            loops.innermost.batch.ends,
+            self.differs,
+            bool(weights),
+            *calls,
+            self.steps.count,
+            sum(weights) if weights else 0.0,
         )
 
     # ----------------------------------------------------------------- batches that count nothing, or are left out

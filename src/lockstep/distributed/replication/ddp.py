@@ -459,11 +459,11 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
             enter_iteration(self, replication.started_reducer)
         if self._buffer_hook is not None:
             self._run_buffer_hook(BufferHookLocation.PRE_FORWARD)
-        inputs, kwargs = replication.before_forward(inputs, kwargs)
+        inputs, kwargs = replication.before_forward(self.module, inputs, kwargs)
         outputs = self.module(*inputs, **kwargs)
         if self._buffer_hook is not None:
             self._run_buffer_hook(BufferHookLocation.POST_FORWARD)
-        replication.after_forward(outputs)
+        replication.after_forward(self.module, inputs, outputs)
         return outputs
 
     # ------------------------------------------------------------------------------ synchronising

@@ -160,7 +160,9 @@ class ReducerReplication(Replication):
 
     # ------------------------------------------------------------------------------------- forward
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_forward(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Start the replication if necessary; move inputs to the device of the options."""
         if self.reducer is None:
             self._start_at_forward()
@@ -173,14 +175,14 @@ class ReducerReplication(Replication):
                 if watchers:
                     reducer.collectives.enter("forward")
                 reducer.forward_begins()
-                reducer.passes.enter_forward(self._counts(self._selection.module.training))
+                reducer.passes.enter_forward(self._counts(module.training))
         if self._moves_inputs:
             args, kwargs = self._moved(args, kwargs)
         if self._casts is not None:
             args, kwargs = self._casts.inputs(args), self._casts.inputs(kwargs)
         return args, kwargs
 
-    def after_forward(self, outputs: Any) -> None:
+    def after_forward(self, module: Module, args: object, outputs: Any) -> None:
         """Mark the outputs: a backward through them goes through this forward, and its round ends with the outermost
         pass."""
         reducer = self.reducer
@@ -193,7 +195,7 @@ class ReducerReplication(Replication):
             tensors = [outputs] if outputs.requires_grad and not outputs.is_leaf else []
         else:
             tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
-        bound_parameter, training = reducer.common.members.bound_parameter(), self._selection.module.training
+        bound_parameter, training = reducer.common.members.bound_parameter(), module.training
         mark = reducer.passes.leave_forward(self._counts(training), training, bool(tensors), bound_parameter)
         if mark is not None:
             reached = _OutputHook(reducer, mark)

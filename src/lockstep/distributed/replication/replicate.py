@@ -138,9 +138,9 @@ def _attach(module: Module, replication: Replication, undo: ExitStack) -> None:
     # The methods of a wrapper are those of its replication, which this one replaces.
     kept = [] if find_replication(module) else [n for n in _METHODS if getattr_static(module, n, None) is not None]
     register(module, replication, undo)
-    before = ModuleHook(module, lambda _, args, kwargs: replication.before_forward(args, kwargs))
+    before = ModuleHook(module, replication.before_forward)
     undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-    after = ModuleHook(module, lambda _, args, outputs: replication.after_forward(outputs))
+    after = ModuleHook(module, replication.after_forward)
     undo.callback(module.register_forward_hook(after).remove)
     add_methods(module, {name: getattr(replication, name) for name in _METHODS if name not in kept}, undo)
 

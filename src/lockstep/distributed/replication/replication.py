@@ -152,12 +152,14 @@ class Replication(ABC):
     # ------------------------------------------------------------------------------------- forward
 
     @abstractmethod
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Start if necessary; move inputs to the device of the options."""
+    def before_forward(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Start if necessary; move inputs to the device of the options. A forward pre-hook of the ``module``."""
 
     @abstractmethod
-    def after_forward(self, outputs: Any) -> None:
-        """Note that the module's forward has returned these outputs."""
+    def after_forward(self, module: Module, args: object, outputs: Any) -> None:
+        """Note that the module's forward has returned these outputs. A forward hook of the ``module``."""
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         device = input_device(self.options)

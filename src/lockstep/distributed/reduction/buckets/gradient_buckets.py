@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -317,7 +317,7 @@ class FlatBucket(GradientBucket):
         set_grads(self._parameters, repeat(None))
         undefined: list[int] = []
         if True not in inside and type(None) not in map(type, grads):
-            self._copy(memory.now.views, cast("list[Tensor]", grads), range(len(grads)))
+            self._copy(memory.now.views, grads, range(len(grads)))  # type: ignore[arg-type]  # None is not among them
         else:
             undefined = self._copy_some(grads, inside, range(len(grads)))
         factor = self._scale

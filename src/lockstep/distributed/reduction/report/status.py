@@ -256,7 +256,6 @@ class ReportLayout:
         with torch.inference_mode(False):
             self._alike = torch.zeros(start, dtype=dtype, device="cpu")
             self._ranks = torch.tensor(world, dtype=dtype, device="cpu")  # a multiplication by a float takes longer
-        self._alike_status, self._own_status = self._alike[self._status :], self._numbers[self._status :]
         self._known: tuple[bytearray | None, Report] = None, Report(None)
 
     def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: Status) -> None:
@@ -268,25 +267,21 @@ class ReportLayout:
             head[self._late + index] = 1
         head[self._status :] = encode(status, self._rank)
         self._is_usual = not late and status[_FLAGS] == _USUAL
+        if self._is_usual:  # the sum if all ranks say the same
+            torch.mul(self._numbers, self._ranks, out=self._alike)
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
         (row[: self.packed_buffers.start] if self.has_buffers else row).copy_(numbers, non_blocking=True)
         if self.has_buffers:
             row[self.packed_buffers].zero_()
 
-    def _sum_if_alike(self) -> Tensor:
-        """Return the sum if all ranks say what this one does, the usual case, in which one comparison is enough."""
-        used = self._head[: self._parameters]
-        if used != self._known[0]:
-            self._known = used, Report(None if 0 not in used else [bool(each) for each in used])
-            self._alike[: self._parameters].copy_(self._numbers[: self._parameters]).mul_(self._ranks)
-        self._alike_status.copy_(self._own_status).mul_(self._ranks)
-        return self._alike
-
     def read(self, row: Tensor) -> Report:
         """Return the report in the sum over all ranks."""
         head = row if row.numel() == self.packed_buffers.start else row[: self.packed_buffers.start]
         head = head if head.is_cpu else head.cpu()
-        if self._is_usual and torch.equal(head, self._sum_if_alike()):
+        if self._is_usual and torch.equal(head, self._alike):  # the usual case, in which one comparison is enough
+            used = self._head[: self._parameters]
+            if used != self._known[0]:
+                self._known = used, Report(None if 0 not in used else [bool(each) for each in used])
             return self._known[1]
         said = head.tolist()
         used_by, late_on = said[: self._parameters], said[self._late : self._status]

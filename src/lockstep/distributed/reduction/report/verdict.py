@@ -75,6 +75,9 @@ class Verdict(NamedTuple):
         return self.used is None or self.used[index]
 
 
+_USUAL = Verdict(is_usual=True)
+
+
 def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Verdict:
     """Return the verdict on a report.
 
@@ -83,7 +86,7 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
     """
     sums, statuses = report.sums, report.statuses
     if sums is None:
-        return Verdict(used=report.used, is_usual=True)
+        return _USUAL if report.used is None else _USUAL._replace(used=report.used)
     rules = _ALWAYS if sums.skips else (*_ALWAYS, *_COUNTING)
     if statuses:
         error = _find_error(_Said(_columns(statuses), statuses[rank], ranks[rank], ranks), rules)
