@@ -111,6 +111,8 @@ class GroupScheduler(PassObserver):
 
     def _reduce_reached(self, this: BackwardPass, reached: Sequence[Reducer], silent: Sequence[Reducer]) -> None:
         """Accumulate the gradients of modules that do not synchronise, and reduce the others."""
+        if not (reached or silent or self.modules.early is not None):
+            return
         reducing = [module for module in reached if module.synchronises]
         if silent:
             accumulates = this.accumulates
