@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join
 
 import lockstep
 from ddp_reference import both, ddp_class
-from lockstep.errors import AgreementError
+from lockstep.errors import AgreementError, OptionError, PeerError
 from processes import run_processes
 from small_modules import one_weight
 from tensor_classes import Hiding
@@ -195,3 +195,69 @@ def test_what_fails_at_the_end_is_told():
     assert len(told) > 0
     assert told == [(AgreementError, True)] * len(told)
     assert failing == [(ArithmeticError, True)] * len(told)
+
+
+def two_forwards(a, b, x):
+    (a(x) + a(-x)).sum().backward()
+
+
+def a_forward_without_backward(a, b, x):
+    a(x)
+    a(x).sum().backward()
+
+
+def adversarial(a, b, x):
+    """The generator runs for the discriminator's step, and again for its own."""
+    made = a(x)
+    (b(x) - b(made.detach())).sum().backward()
+    b(a(x)).sum().backward()
+
+
+def of_one_generated_batch(a, b, x):
+    made = a(x)
+    (b(x) - b(made.detach())).sum().backward()
+    b.zero_grad()
+    b(made).sum().backward()
+
+
+def with_too_many_forwards(rank, use, several):
+    a, b = lockstep.DistributedDataParallel(one_weight()), lockstep.DistributedDataParallel(one_weight())
+    seen = []
+    try:
+        with Join([a, b] if several else [a]):
+            for _ in range(1 + 2 * (rank.rank > 0)):
+                use(a, b, torch.ones(1, 1))
+                seen.append(a.module.weight.grad.item())
+    except (OptionError, PeerError) as error:
+        return len(seen), type(error), str(error)
+    return len(seen), None, ""
+
+
+@pytest.mark.parametrize(
+    ("use", "several"),
+    [(two_forwards, False), (two_forwards, True), (a_forward_without_backward, False), (adversarial, True)],
+)
+def test_more_forwards_than_ranks_that_have_run_out_can_follow_are_named(use, several):
+    gone, *others = run_processes(3, with_too_many_forwards, use, several)
+    assert gone[:2] == (1, PeerError)
+    for number, (steps, kind, said) in enumerate(others, 1):
+        assert (steps, kind) == (1, OptionError)
+        assert said.startswith(f"rank {number}, in join(): forward of Linear begins again"), said
+
+
+def test_a_wrapper_that_is_not_the_first_may_run_more_often_in_an_iteration():
+    assert run_processes(2, run, of_one_generated_batch, "lockstep", True) == [
+        [[1.5, 1.5]],
+        [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]],
+    ]
+
+
+def the_second_one_first(a, b, x):
+    (b(x) + a(x)).sum().backward()
+
+
+def test_forward_of_the_first_wrapper_comes_first():
+    for number, found in enumerate(run_processes(2, with_too_many_forwards, the_second_one_first, True)):
+        steps, kind, said = found
+        assert (steps, kind) == (0, OptionError)
+        assert said.startswith(f"rank {number}, in join(): forward of Linear has come before that of Linear"), said

@@ -3,8 +3,9 @@
 In each forward inside of it, one all-reduce of a few numbers tells which ranks still have batches, and if this
 iteration synchronises. A rank that has run out then takes part in the round without gradients.
 
-Several wrappers may be in one ``Join``. Each has one forward in an iteration, but their forwards and backwards may come
-in any order: all messages before a round have the same form, so a rank that has run out can follow the others.
+Several wrappers may be in one ``Join``. The forward of the first one begins an iteration; the other forwards and
+backwards may come in any order: all messages before a round have the same form, so a rank that has run out can follow
+the others.
 """
 
 import weakref
@@ -20,6 +21,7 @@ from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.report.status import Part
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.replication import Values, broadcast_values
+from lockstep.errors import OptionError
 
 _GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
 _contexts: "weakref.WeakKeyDictionary[Reducer, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()
@@ -30,12 +32,20 @@ def enter_iteration(wrapper: Any, reducer: Reducer) -> None:
     hook = _open_hook(reducer)
     if hook is None:
         return
+    if hook.is_first and hook.waited_after == reducer.rounds:
+        hook.scheduler.fail()
+        raise hook.too_many_forwards()
+    first = next((each for each in _open_hooks() if each.is_first), hook)
+    if not (hook.is_first or first.has_begun):
+        raise hook.out_of_order(first)
+    hook.has_begun = True
     work = Join.notify_join_context(wrapper)
     if work is not None:  # only the first of several wrappers notifies the others of an iteration
         work.wait()
     synchronises = torch.is_grad_enabled() and reducer.rank_state.requires_sync
     marks = hook.scheduler.announce_forward(reducer, _SYNCHRONISES if synchronises else _LOCAL)
     hook.count_only_active(marks)
+    hook.waited_after = reducer.rounds if _GONE in marks and _SYNCHRONISES in marks else None
 
 
 def is_in_join(reducer: Reducer | None) -> bool:
@@ -62,9 +72,20 @@ class ShadowHook(JoinHook):
         self.reducer = reducer
         """The reducer of the wrapper."""
         self._iteration = _Iteration.EXPECTED
+        self.waited_after: int | None = None
+        """The number of the last round, if ranks that have run out wait for the one after it, to which the last forward
+        of this rank belongs; else None."""
+        self.has_begun = False
+        """True once the wrapper has had a forward in the context, on this rank."""
         self.ended = False
         """True once all ranks have run out, and the context is over."""
         _contexts[reducer] = weakref.ref(self)
+
+    @property
+    def is_first(self) -> bool:
+        """True if the wrapper is the first one of its context: its forward tells ranks that have run out that another
+        iteration begins."""
+        return bool(self._wrapper._join_config.is_first_joinable)
 
     @property
     def scheduler(self) -> GroupScheduler:
@@ -78,6 +99,31 @@ class ShadowHook(JoinHook):
             divide_by = len(marks) if self._divides_by_all else len(active)
             self.reducer.common.set_participants(active, divide_by)
 
+    def too_many_forwards(self) -> OptionError:
+        """Return the error for a forward that comes before the last one has had its backward."""
+        return OptionError(
+            f"{self._place}: forward of {self._name} begins again, and its last forward has had no backward that "
+            "synchronises. Ranks that have run out wait for that backward. One forward is one iteration: call the "
+            "module once for all inputs of a step, run forwards without a backward under torch.no_grad(), and "
+            "micro-batches under no_sync(); or use lockstep.batches() in place of join(), which counts no forwards"
+        )
+
+    def out_of_order(self, first: "ShadowHook") -> OptionError:
+        """Return the error for a forward that comes before that of the ``first`` wrapper."""
+        return OptionError(
+            f"{self._place}: forward of {self._name} has come before that of {first._name}, which is the first of "
+            "Join([...]). Ranks that have run out follow an iteration from the forward of the first wrapper on: name "
+            "that one first whose forward comes first"
+        )
+
+    @property
+    def _place(self) -> str:
+        return f"rank {self.reducer.collectives.global_rank}, in join()"
+
+    @property
+    def _name(self) -> str:
+        return type(self._wrapper.module).__name__
+
     def main_hook(self) -> None:
         """Take part in the steps of the others until this wrapper has had its iteration."""
         while self._iteration is not _Iteration.OVER:
@@ -87,8 +133,7 @@ class ShadowHook(JoinHook):
     def _follow(self) -> None:
         """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
         scheduler = self.scheduler
-        found = ((reducer, _open_hook(reducer)) for reducer in list(_contexts))
-        hooks = {reducer: hook for reducer, hook in found if hook is not None and hook.scheduler is scheduler}
+        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.scheduler is scheduler}
         marks, answer = scheduler.listen()
         if any(marks):
             for hook in (hooks[member] for member in answer.modules if member in hooks):
@@ -135,3 +180,8 @@ def _open_hook(reducer: Reducer) -> ShadowHook | None:
     link = _contexts.get(reducer)
     hook = None if link is None else link()
     return None if hook is None or hook.ended else hook
+
+
+def _open_hooks() -> list[ShadowHook]:
+    """Return the hooks of all wrappers in contexts that are not over."""
+    return [hook for reducer in list(_contexts) if (hook := _open_hook(reducer)) is not None]
