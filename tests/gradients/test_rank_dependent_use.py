@@ -409,6 +409,7 @@ def test_a_pass_past_forward_whose_gradients_are_all_undefined_on_a_rank(keyword
 @pytest.mark.parametrize("past_forward", [False, True])
 def test_graphs_of_other_modules_are_searched_only_where_passes_go_past_forward(past_forward, monkeypatch):
     searched = []
+    monkeypatch.setattr(engine, "_observers", [])  # those of modules that other tests have left
     monkeypatch.setattr(engine, "reach_of", lambda given: searched.append(given) or reach_of(given))
 
     def call(rank):
