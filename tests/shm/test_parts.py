@@ -646,6 +646,31 @@ def test_a_rank_that_leaves_while_another_waits_for_a_third_is_no_loss(connect):
     assert "rank 10 has left" in error_of(b.exchange, STEP + b"3", 10)
 
 
+def test_a_rank_that_dies_after_its_part_while_another_waits_for_a_third_is_missed_when_it_is_needed(
+    connect, monkeypatch
+):
+    a, b, c = connect(3)
+    for each in (a, b):
+        each._spins = False
+    read_to_the_end, noticed = b._read_to_the_end, threading.Event()
+
+    def notices(peer):
+        message = read_to_the_end(peer)
+        noticed.set()
+        return message
+
+    monkeypatch.setattr(b, "_read_to_the_end", notices)
+    a.send(STEP + b"1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(b.exchange, STEP + b"1", 10)
+        die(a)
+        assert noticed.wait(10)
+        c.send(STEP + b"1")
+        assert waiting.result(10) == [STEP + b"1"] * 3
+    c.send(STEP + b"2")
+    assert error_of(b.exchange, STEP + b"2", 10) == "the shm process group is aborted: rank 10 has died"
+
+
 @pytest.mark.parametrize("spins", [True, False])
 def test_a_death_is_noticed_while_waiting_for_it_or_for_another(connect, spins):
     for waits_for_it in (True, False):

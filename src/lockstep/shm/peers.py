@@ -34,6 +34,9 @@ SPIN_SECONDS = 50e-6
 PATIENT_SPIN_SECONDS = 1e-3
 """The same where the program waits for the result, so that its core has nothing else to do."""
 LONGEST_POLL_SECONDS = 86400.0
+GRACE_SECONDS = 1.0
+"""Seconds that a rank goes on waiting for others, once one has died that had done its part in the exchange: perhaps
+that was all its work."""
 
 _MEMORY = struct.Struct("<cIQ")
 _NUMBERS = (LONGEST - 1) // struct.calcsize("I")  # in a message
@@ -120,7 +123,7 @@ class Peers:
             os.sched_yield()
 
     def _sleep(self, received: list[bytes], missing: set[int], timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline, died = time.monotonic() + timeout, -1
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         peers = {each.fileno(): peer for peer, each in self._sockets.items()}
@@ -135,6 +138,8 @@ class Peers:
             if not ready and left > limit:
                 if self._check_elsewhere is not None:
                     self._check_elsewhere()
+            elif not ready and died >= 0:
+                self._fail_without(died, left=False)
             elif not ready:
                 self.fail(
                     f"{self._describe(missing)} did not answer within {timeout:g} s: stalled, or not in this collective"
@@ -155,6 +160,8 @@ class Peers:
                         self._receive_available(received, missing)
                         if missing:
                             self._abort_as(abort)
+                    elif peer not in self._left:
+                        deadline, died = min(deadline, time.monotonic() + GRACE_SECONDS), peer
 
     def _receive_available(self, received: list[bytes], missing: set[int]) -> None:
         for peer in tuple(missing):
@@ -164,9 +171,8 @@ class Peers:
                 missing.discard(peer)
 
     def _read_to_the_end(self, peer: int) -> bytes | None:
-        """Read the remaining messages of a rank that is gone and had done its part so far; raise if it died.
-
-        Returns its last message if that ended the group; the message is also kept for the next read from this rank.
+        """Read the remaining messages of a rank that is gone and had done its part so far, and keep them; return the
+        last one if that ended the group.
         """
         if peer in self._left:  # an error only when its next message is needed
             return None
@@ -216,8 +222,9 @@ class Peers:
                 return message
             elif kind == MessageKind.ABORT:
                 self._abort_as(message)
-            elif kind == MessageKind.LEAVE and leaving:
-                self._left.add(peer)
+            elif leaving:  # the end
+                if kind == MessageKind.LEAVE:
+                    self._left.add(peer)
                 return None
             else:
                 self._fail_without(peer, kind == MessageKind.LEAVE or peer in self._left)
@@ -328,6 +335,8 @@ class Peers:
             self._ends.unregister(fd)
             if abort := self._read_to_the_end(peer):
                 self._abort_as(abort)
+            if peer not in self._left:
+                self._fail_without(peer, left=False)
 
     @property
     def inherited(self) -> bool:

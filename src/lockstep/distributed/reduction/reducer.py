@@ -390,7 +390,7 @@ class Reducer:
                         self._check_alive()
                     self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
                 own.contribution.used[:] = self.common.buckets.all_used
-                with torch.set_grad_enabled(False), self.finishing():  # no_grad() takes five times as long
+                with torch.set_grad_enabled(False), self.finishing():  # no_grad() takes twice as long
                     without_turns(self._finish(Part.FULL))
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
