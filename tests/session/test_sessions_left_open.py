@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -115,16 +116,22 @@ def test_a_program_that_ends_is_told_of_as_it_does(what, status, told):
 
 
 def closes(rank, port):
-    """Return what is left of a session that was closed."""
+    """Return what is left of a session that was closed, and in which a thread began that goes on."""
     dist.destroy_process_group()
     be_launched(rank, port)
+    may_end = threading.Event()
     with lockstep.session(timeout=60.0) as run:
+        thread = threading.Thread(target=may_end.wait, daemon=True)  # keeps the hook of the moment it was made
+        thread.start()
         train(1)
         assert "end_with_the_program" in repr(sys.excepthook)
     kept = weakref.ref(run)
     del run
     gc.collect()
-    return kept() is None and "end_with_the_program" not in repr(sys.excepthook)
+    is_gone = kept() is None
+    may_end.set()
+    thread.join()
+    return is_gone and "end_with_the_program" not in repr(sys.excepthook)
 
 
 def test_a_session_that_was_closed_leaves_nothing_for_the_end_of_the_program():

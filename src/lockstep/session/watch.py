@@ -177,16 +177,19 @@ class Watch:
         if self.channel is None:
             return
         before = sys.excepthook
+        ends = [end]  # nothing once the watch has ended: a thread that was made before refers to the hook
 
         def told(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
             try:
-                end(error)
+                for each in ends:
+                    each(error)
             except PeerFailure as failure:
                 return before(type(failure), failure, failure.__traceback__)
             return before(kind, error, traceback)
 
         def forget() -> None:
             last.cancel()
+            ends.clear()
             if sys.excepthook is told:
                 sys.excepthook = before
 
