@@ -27,7 +27,7 @@ import struct
 from collections.abc import Sequence
 from ctypes import string_at
 from enum import Flag, IntEnum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,46 +157,36 @@ def _in_fixed_point(weight: float) -> int | None:
 
 def encode(status: Status, rank: int) -> bytes:
     """Return what a rank adds to the row."""
-    return bits_of(status.round << 64 | status.batch, _PLACE_BITS) + _encode_rest(*status[2:], rank)
+    return bits_of(status.round << 64 | status.batch, _PLACE_BITS) + _encode_rest(status[2:], rank)
 
 
 @functools.lru_cache(maxsize=64)  # it is the same in most rounds
-def _encode_rest(
-    part: int,
-    stops: bool,
-    ends: bool,
-    changed: bool,
-    weighted: bool,
-    called: int,
-    through: int,
-    unused_forwards: int,
-    steps: int,
-    weight: float,
-    rank: int,
-) -> bytes:
-    """Return the counts, and the bits of the numbers that are no place; the fields of :class:`Status` say which."""
-    del through  # compared only if ranks have left out different numbers of forwards
-    has_pass, knows_steps, has_run_out = called != 0, steps != UNKNOWN_STEPS, part in (Part.PADDING, Part.JOINED)
-    units = _in_fixed_point(weight) if weighted else 0
+def _encode_rest(rest: tuple[Any, ...], rank: int) -> bytes:
+    """Return the counts, and the bits of the numbers that are no place, of a status without its round and batch."""
+    said = Status(0, 0, *rest)
+    has_pass, knows_steps = said.called != 0, said.steps != UNKNOWN_STEPS
+    has_run_out = said.part in (Part.PADDING, Part.JOINED)
+    units = _in_fixed_point(said.weight) if said.weighted else 0
     counts = bytes(
         (
             True,
-            part == Part.PADDING,
-            part == Part.JOINED,
-            part == Part.SKIPS,
-            part == Part.FAILED,
-            stops,
-            ends,
-            changed,
-            weighted,
-            not (weighted or has_run_out),
+            said.part == Part.PADDING,
+            said.part == Part.JOINED,
+            said.part == Part.SKIPS,
+            said.part == Part.FAILED,
+            said.stops,
+            said.ends,
+            said.changed,
+            said.weighted,
+            not (said.weighted or has_run_out),
             has_pass,
             knows_steps,
             units is None,
         )
     )
-    calls = (called << 32 | unused_forwards if has_pass else 0) << 8 | (steps if knows_steps else 0)
-    failed = rank if part == Part.FAILED else 0
+    # Forwards gone through are compared only if ranks have left out different numbers of forwards.
+    calls = (said.called << 32 | said.unused_forwards if has_pass else 0) << 8 | (said.steps if knows_steps else 0)
+    failed = rank if said.part == Part.FAILED else 0
     return (
         counts
         + bits_of(calls, _PASS_BITS + _STEP_BITS)
