@@ -24,7 +24,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,9 @@ class BackwardPass:
         "_reach",
         "adds",
         "creates_graph",
+        "in_callback",
         "is_step",
+        "later",
         "outer",
         "over",
         "thread",
@@ -78,6 +80,10 @@ class BackwardPass:
         """True if it accumulates into ``.grad``: ``backward()``, not ``torch.autograd.grad``."""
         self.creates_graph = given is not None and bool(given.get("create_graph"))
         """True if it was begun with ``create_graph=True``."""
+        self.in_callback = False
+        """True while a callback runs that the program has queued in it."""
+        self.later: list[Callable[[], None]] = []
+        """The callbacks that such callbacks have queued, to be called when the gradients have been reduced."""
         self._is_known = given is not None
         self._given = given or {}
         self._failed: set[int] = outer._failed if outer is not None else set()  # shared by nested passes
@@ -120,6 +126,12 @@ class BackwardPass:
         """Return True if :meth:`note_failure` was called for ``thing`` in this pass or one that it is nested with."""
         return id(thing) in self._failed
 
+    def run_later(self) -> None:
+        """Call the callbacks that callbacks have queued, and those that they queue."""
+        self.in_callback = True
+        while self.later:
+            self.later.pop(0)()
+
     def fail(self, reach: ReachableLeaves) -> None:
         """Tell all observers that the pass has failed, even if one of them raises."""
         self.over = True
@@ -142,6 +154,7 @@ class BackwardPass:
         self._given = {}
         self._reach = None
         self.told.clear()
+        self.later.clear()
 
 
 def current_pass() -> BackwardPass | None:
@@ -278,6 +291,8 @@ class _Engine(torch._C._ImperativeEngine):
                 result = result[: -len(joined)]
             if not this.is_step:
                 _tell_of_end(this)
+                if this.later:
+                    this.run_later()
         except BaseException:
             if outer is None:
                 self._wait_for_threads(devices_of_leaves(given))
@@ -293,6 +308,20 @@ class _Engine(torch._C._ImperativeEngine):
             else:
                 remove_from_tls(_KEY)
 
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        """Queue a callback, to be called when the pass leaves the engine.
+
+        What such a callback queues itself is called when the gradients have been reduced: code that has to run after
+        DDP does so (``fairscale.optim.AdaScale``).
+        """
+        this = current_pass()
+        if this is None:
+            super().queue_callback(callback)
+        elif this.whole.in_callback:
+            this.whole.later.append(callback)
+        else:
+            super().queue_callback(functools.partial(_run_callback, this.whole, callback))
+
     def _wait_for_threads(self, devices: set[torch.device]) -> None:
         """Wait until no engine thread runs a node of a failed pass, such as one that sets a gradient.
 
@@ -305,6 +334,14 @@ class _Engine(torch._C._ImperativeEngine):
                     super().run_backward((leaf * 1,), (torch.ones_like(leaf),), False, False, (leaf,), True, False)
             except RuntimeError as error:  # the device does not work any more
                 logging.getLogger("lockstep").debug("a thread of the autograd engine cannot be waited for: %s", error)
+
+
+def _run_callback(this: BackwardPass, callback: Callable[[], None]) -> None:
+    this.in_callback = True
+    try:
+        callback()
+    finally:
+        this.in_callback = False
 
 
 def is_autograd_compiled() -> bool:
