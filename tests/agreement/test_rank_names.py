@@ -169,7 +169,7 @@ CASES = {
     one_layer_less: (AgreementError, ["rank 1 has parameter 1.weight", "rank 2 has no such", "entries on rank 1, "]),
     not_replicable: (AgreementError, ["rank 2 cannot replicate its module: "]),
     failed_backward: (PeerError, ["rank 1: backward failed on rank 2 in round 1"]),
-    failed_backward_of_two_modules: (PeerError, ["rank 1: the backward pass failed on another rank"]),
+    failed_backward_of_two_modules: (PeerError, ["rank 1: the backward pass failed on rank 2 before"]),
     past_forward: (PeerError, ["rank {}: ranks 1 and 2 are not in", "on rank 1 it went through the", "on rank 2 thr"]),
     weight_missing: (OptionError, ["rank 2 gave no weight in round 1"]),
     out_of_sync: (OutOfSyncError, ["first.weight", " on rank 1, ", " on rank 2; something"]),

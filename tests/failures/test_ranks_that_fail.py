@@ -158,13 +158,13 @@ def test_a_failure_that_nobody_waits_for_is_told_to_nobody():
     assert run_ranks(2, fails_without_sync) == [(None, True), (KeyError, True)]
 
 
-def two_modules(rank):
+def two_modules(rank, failing=(0,)):
     one, other = (lockstep.replicate(rank.make(Net), process_group=rank.group) for _ in range(2))
 
     def run(call):
         (one(inputs(rank), call, 2) + other(inputs(rank))).backward()
 
-    raised = error_of(lambda: run(fail if rank.rank == 0 else None))
+    raised = error_of(lambda: run(fail if rank.rank in failing else None))
     return raised, [mean_gradients(rank, module, 1) for module in (one, other)]
 
 
@@ -172,8 +172,16 @@ def test_the_others_are_told_where_there_are_several_modules():
     (own, one), (told, other) = run_ranks(2, two_modules)
     assert own == (KeyError, repr(RAISED))
     assert told[0] is PeerError
-    assert "the backward pass failed on another rank before its gradients were reduced" in told[1]
+    assert "the backward pass failed on rank 0 before its gradients were reduced" in told[1]
     assert one == other == [True, True]
+
+
+def test_several_ranks_that_fail_where_there_are_several_modules():
+    first, second, (told, good) = run_ranks(3, two_modules, (0, 1))
+    assert first[0] == second[0] == (KeyError, repr(RAISED))
+    assert told[0] is PeerError
+    assert "the backward pass failed on several ranks before its gradients were reduced" in told[1]
+    assert first[1] == second[1] == good == [True, True]
 
 
 def hook_fails(rank):

@@ -200,3 +200,23 @@ def test_trained_parameters_keep_class_and_attributes():
         assert weight.no_decay
 
     run_ranks(2, call)
+
+
+class Closed(nn.Parameter):
+    """Lets nobody call functions of PyTorch on it, as hypll's parameters on manifolds."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.stride:
+            raise TypeError("use .tensor instead")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_parameter_whose_values_cannot_be_read_is_named():
+    def call(rank):
+        net = Holder()
+        net.trained.weight = Closed(torch.ones(1, 2))
+        with pytest.raises(NotReplicableError, match=r"parameter trained.weight is a Closed.*use .tensor instead"):
+            trains(rank, net)
+
+    run_ranks(2, call)

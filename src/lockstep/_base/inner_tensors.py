@@ -185,7 +185,7 @@ def _parts(tensor: Tensor) -> Iterator[Any]:
 
 def _of_memory(tensor: Tensor) -> Iterator[Any]:
     with torch._C.DisableTorchFunctionSubclass() if type(tensor) not in _OWN_CLASSES else nullcontext():
-        own = tensor.detach()
+        own = Tensor.detach(tensor)  # a class may have a method of that name which returns no tensor
         if own.layout is not torch.strided:
             yield own.layout
             if own.layout is torch.sparse_coo:

@@ -60,6 +60,8 @@ class PassMark(IntEnum):
 
 _RANKS_AT_ONCE = 31
 """The number of ranks that share a number of 64 bits, each with two bits for what it sends for itself."""
+_ONE_RANK = 1 << 32
+"""A rank that has failed adds this to its number."""
 _lock = threading.Lock()
 _orders = 0  # the highest order of a group in this process
 
@@ -73,6 +75,8 @@ class PassAgreement(NamedTuple):
     """The modules that take part on any rank and still exist on this one, in the order of their creation."""
     failed: bool
     """True if the backward pass has failed on some rank."""
+    failed_rank: int | None
+    """The number of that rank in the group, if there is only one."""
     skipped: bool
     """True if some rank leaves out the batch."""
     early: bool
@@ -170,12 +174,13 @@ class ReplicatedModules:
     ) -> "Exchange":
         """Send ``mark`` for some modules, ``own`` for this rank, and what concerns the pass, without waiting."""
         head, place = self._head, divmod(self._collectives.rank, _RANKS_AT_ONCE)
-        row = torch.zeros(head + 1 + self.next_id, dtype=torch.int64)
+        row = torch.zeros(head + 2 + self.next_id, dtype=torch.int64)
         row[place[0]] = own << 2 * place[1]
         row[head] = of_pass + PassMark.ONE_BY_ONE * any(module.goes_alone for module in self)
+        row[head + 1] = _ONE_RANK + self._collectives.rank if mark is Mark.FAILED else 0
         for number, module in self.numbered().items():
             if any(module is each for each in modules):
-                row[head + 1 + number] = mark
+                row[head + 2 + number] = mark
         row = row.to(self._collectives.device)
         return Exchange(row, self._collectives.all_reduce(row, "which modules take part"))
 
@@ -191,12 +196,13 @@ class ReplicatedModules:
     def read(self, exchange: "Exchange") -> PassAgreement:
         """Wait for the answers to what :meth:`tell` has sent."""
         exchange.pending.wait()
-        packed, (of_pass, *counts) = exchange.row[: self._head].tolist(), exchange.row[self._head :].tolist()
+        packed, (of_pass, failed, *counts) = exchange.row[: self._head].tolist(), exchange.row[self._head :].tolist()
         taking_part = (module for number, module in self.numbered().items() if number < len(counts) and counts[number])
         return PassAgreement(
             packed=packed,
             modules=list(taking_part),
             failed=any(count % Mark.SKIPS >= Mark.FAILED for count in counts),
+            failed_rank=failed % _ONE_RANK if failed // _ONE_RANK == 1 else None,
             skipped=any(count >= Mark.SKIPS for count in counts),
             early=of_pass % PassMark.INSIDE > 0,
             inside=of_pass % PassMark.ONE_BY_ONE >= PassMark.INSIDE,

@@ -369,9 +369,11 @@ class GroupScheduler(PassObserver):
             self.decisions.note_failure()
             if known:
                 return []
+            failed, ranks = answer.failed_rank, self._collectives.global_ranks
+            where = "several ranks" if failed is None else f"rank {ranks[failed]}"
             raise PeerError(
-                f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
-                "were reduced; that rank's own error says why. No gradient has been handed out"
+                f"rank {self._collectives.global_rank}: the backward pass failed on {where} before its gradients were "
+                "reduced; the error there says why. No gradient has been handed out"
             )
         if answer.skipped:
             self._end_rounds()

@@ -14,13 +14,14 @@ from torch.nn.parameter import is_lazy
 
 from lockstep._base.identity_map import IdentityMap
 from lockstep._base.inner_tensors import check_trained, inner_tensors_of
+from lockstep._base.texts import first_line
 from lockstep.distributed.comm.agreement import Line, describe_tensor
 from lockstep.distributed.reduction.module.buffers import Buffer, BufferSet, has_overlap
 from lockstep.distributed.reduction.module.managed_parameters import (
     Owner,
     owner_of,
 )
-from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
+from lockstep.errors import AlreadyManagedError, LockstepError, NotReplicableError, OptionError
 
 _replicated: IdentityMap[None] = IdentityMap()
 """The modules and wrappers that have been replicated."""
@@ -53,7 +54,16 @@ def describe_parameter(
     ``earlier``: the names, by id, of parameters agreed on before: ranks that have moved a parameter must have moved it
     to the same place (test_changing_modules.py, "layers in another order").
     """
-    text = describe_tensor(parameter)
+    try:
+        text = describe_tensor(parameter)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise NotReplicableError(
+            f"parameter {name} is a {type(parameter).__name__}, and this class does not let its values be read "
+            f"({type(error).__name__}: {first_line(error)}). Leave it out by params_and_buffers_to_ignore or "
+            "ignored_modules, and make its gradients equal by lockstep.loop.mean_over_ranks"
+        ) from error
     if earlier.get(id(parameter), name) != name:
         text += f", which was parameter {earlier[id(parameter)]} before"
     if trained:
