@@ -35,7 +35,7 @@ def enter_iteration(wrapper: Any, reducer: Reducer) -> None:
     if hook.is_first and hook.waited_after == reducer.rounds:
         hook.scheduler.fail()
         raise hook.too_many_forwards()
-    first = next((each for each in _open_hooks() if each.is_first), hook)
+    first = next((each for each in _open_hooks(hook.scheduler) if each.is_first), hook)
     if not (hook.is_first or first.has_begun):
         raise hook.out_of_order(first)
     hook.has_begun = True
@@ -133,7 +133,7 @@ class ShadowHook(JoinHook):
     def _follow(self) -> None:
         """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
         scheduler = self.scheduler
-        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.scheduler is scheduler}
+        hooks = {hook.reducer: hook for hook in _open_hooks(scheduler)}
         marks, answer = scheduler.listen()
         if any(marks):
             for hook in (hooks[member] for member in answer.modules if member in hooks):
@@ -182,6 +182,7 @@ def _open_hook(reducer: Reducer) -> ShadowHook | None:
     return None if hook is None or hook.ended else hook
 
 
-def _open_hooks() -> list[ShadowHook]:
-    """Return the hooks of all wrappers in contexts that are not over."""
-    return [hook for reducer in list(_contexts) if (hook := _open_hook(reducer)) is not None]
+def _open_hooks(scheduler: GroupScheduler) -> list[ShadowHook]:
+    """Return the hooks of all wrappers over one group in contexts that are not over."""
+    found = map(_open_hook, list(_contexts))
+    return [hook for hook in found if hook is not None and hook.scheduler is scheduler]
