@@ -261,3 +261,21 @@ def test_forward_of_the_first_wrapper_comes_first():
         steps, kind, said = found
         assert (steps, kind) == (0, OptionError)
         assert said.startswith(f"rank {number}, in join(): forward of Linear has come before that of Linear"), said
+
+
+def behind_an_optimizer(rank):
+    """Every rank has as many batches; the first in the context is no module, and nothing is known of its order."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit.script
+
+    ddp = lockstep.DistributedDataParallel(one_weight())
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([optimizer, ddp]):
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
+            optimizer.step()
+    return round(ddp.module.weight.item(), 6)
+
+
+def test_a_context_whose_first_is_no_module():
+    assert run_processes(2, behind_an_optimizer) == [0.7, 0.7]

@@ -35,8 +35,8 @@ def enter_iteration(wrapper: Any, reducer: Reducer) -> None:
     if hook.is_first and hook.waited_after == reducer.rounds:
         hook.scheduler.fail()
         raise hook.too_many_forwards()
-    first = next((each for each in _open_hooks(hook.scheduler) if each.is_first), hook)
-    if not (hook.is_first or first.has_begun):
+    first = next((each for each in _open_hooks(hook.scheduler) if each.is_first), None)  # else it is not a module
+    if first is not None and first is not hook and not first.has_begun:
         raise hook.out_of_order(first)
     hook.has_begun = True
     work = Join.notify_join_context(wrapper)
