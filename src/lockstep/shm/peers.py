@@ -123,7 +123,8 @@ class Peers:
             os.sched_yield()
 
     def _sleep(self, received: list[bytes], missing: set[int], timeout: float) -> None:
-        deadline, died = time.monotonic() + timeout, -1
+        deadline = time.monotonic() + timeout
+        died: int | None = None  # a rank that has, after it had done its part
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         peers = {each.fileno(): peer for peer, each in self._sockets.items()}
@@ -138,7 +139,7 @@ class Peers:
             if not ready and left > limit:
                 if self._check_elsewhere is not None:
                     self._check_elsewhere()
-            elif not ready and died >= 0:
+            elif not ready and died is not None:
                 self._fail_without(died, left=False)
             elif not ready:
                 self.fail(

@@ -238,21 +238,23 @@ class RankState:
         """Return this rank's status for round ``number``, in which it takes that part; ``passive``: without a backward
         pass."""
         window, loops = self.contribution.window, self._decisions
-        calls = _NO_PASS if passive or part is Part.SKIPS else self.passes.summarize()
+        called, through, unused_forwards = _NO_PASS if passive or part is Part.SKIPS else self.passes.summarize()
         if loops.skips_next and part is not Part.FAILED:
             part = Part.SKIPS
         weights = window.weights
         return Status(
-            number,
-            loops.batch,
-            part,
-            loops.asks_to_stop,
-            loops.innermost.batch.ends,
-            self.differs,
-            bool(weights),
-            *calls,
-            self.steps.count,
-            sum(weights) if weights else 0.0,
+            round=number,
+            batch=loops.batch,
+            part=part,
+            stops=loops.asks_to_stop,
+            ends=loops.innermost.batch.ends,
+            changed=self.differs,
+            weighted=bool(weights),
+            called=called,
+            through=through,
+            unused_forwards=unused_forwards,
+            steps=self.steps.count,
+            weight=sum(weights) if weights else 0.0,
         )
 
     # ----------------------------------------------------------------- batches that count nothing, or are left out

@@ -73,10 +73,10 @@ class PassAgreement(NamedTuple):
     """What each rank has sent for itself, from 0 to 3."""
     modules: list[Module]
     """The modules that take part on any rank and still exist on this one, in the order of their creation."""
-    failed: bool
-    """True if the backward pass has failed on some rank."""
-    failed_rank: int | None
-    """The number of that rank in the group, if there is only one."""
+    failed: int
+    """The number of ranks on which the backward pass has failed."""
+    numbers_of_failed: int
+    """The sum of their numbers in the group: its number, if only one has failed."""
     skipped: bool
     """True if some rank leaves out the batch."""
     early: bool
@@ -91,7 +91,7 @@ class PassAgreement(NamedTuple):
     @property
     def ends_pass(self) -> bool:
         """True if no module is reduced, but all ranks end the pass."""
-        return self.failed or self.skipped or self.are_mixed_up
+        return self.failed > 0 or self.skipped or self.are_mixed_up
 
     @property
     def asks_again(self) -> bool:
@@ -201,8 +201,8 @@ class ReplicatedModules:
         return PassAgreement(
             packed=packed,
             modules=list(taking_part),
-            failed=any(count % Mark.SKIPS >= Mark.FAILED for count in counts),
-            failed_rank=failed % _ONE_RANK if failed // _ONE_RANK == 1 else None,
+            failed=failed // _ONE_RANK,
+            numbers_of_failed=failed % _ONE_RANK,
             skipped=any(count >= Mark.SKIPS for count in counts),
             early=of_pass % PassMark.INSIDE > 0,
             inside=of_pass % PassMark.ONE_BY_ONE >= PassMark.INSIDE,

@@ -369,8 +369,8 @@ class GroupScheduler(PassObserver):
             self.decisions.note_failure()
             if known:
                 return []
-            failed, ranks = answer.failed_rank, self._collectives.global_ranks
-            where = "several ranks" if failed is None else f"rank {ranks[failed]}"
+            ranks = self._collectives.global_ranks
+            where = f"rank {ranks[answer.numbers_of_failed]}" if answer.failed == 1 else f"{answer.failed} ranks"
             raise PeerError(
                 f"rank {self._collectives.global_rank}: the backward pass failed on {where} before its gradients were "
                 "reduced; the error there says why. No gradient has been handed out"

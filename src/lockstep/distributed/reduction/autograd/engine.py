@@ -126,11 +126,13 @@ class BackwardPass:
         """Return True if :meth:`note_failure` was called for ``thing`` in this pass or one that it is nested with."""
         return id(thing) in self._failed
 
-    def run_later(self) -> None:
-        """Call the callbacks that callbacks have queued, and those that they queue."""
+    def run_callback(self, callback: Callable[[], None]) -> None:
+        """Call a callback that the program has queued in it, or in a step of it."""
         self.in_callback = True
-        while self.later:
-            self.later.pop(0)()
+        try:
+            callback()
+        finally:
+            self.in_callback = False
 
     def fail(self, reach: ReachableLeaves) -> None:
         """Tell all observers that the pass has failed, even if one of them raises."""
@@ -291,8 +293,8 @@ class _Engine(torch._C._ImperativeEngine):
                 result = result[: -len(joined)]
             if not this.is_step:
                 _tell_of_end(this)
-                if this.later:
-                    this.run_later()
+                for callback in this.later:  # each may add others
+                    this.run_callback(callback)
         except BaseException:
             if outer is None:
                 self._wait_for_threads(devices_of_leaves(given))
@@ -320,7 +322,7 @@ class _Engine(torch._C._ImperativeEngine):
         elif this.whole.in_callback:
             this.whole.later.append(callback)
         else:
-            super().queue_callback(functools.partial(_run_callback, this.whole, callback))
+            super().queue_callback(functools.partial(this.whole.run_callback, callback))
 
     def _wait_for_threads(self, devices: set[torch.device]) -> None:
         """Wait until no engine thread runs a node of a failed pass, such as one that sets a gradient.
@@ -334,14 +336,6 @@ class _Engine(torch._C._ImperativeEngine):
                     super().run_backward((leaf * 1,), (torch.ones_like(leaf),), False, False, (leaf,), True, False)
             except RuntimeError as error:  # the device does not work any more
                 logging.getLogger("lockstep").debug("a thread of the autograd engine cannot be waited for: %s", error)
-
-
-def _run_callback(this: BackwardPass, callback: Callable[[], None]) -> None:
-    this.in_callback = True
-    try:
-        callback()
-    finally:
-        this.in_callback = False
 
 
 def is_autograd_compiled() -> bool:

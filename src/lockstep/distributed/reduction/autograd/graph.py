@@ -86,7 +86,7 @@ def mark_checkpoints(owner: object, mark: object) -> None:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
-            _mark(frame.f_locals["ctx"], owner, mark)
+            _mark(frame.f_locals[frame.f_code.co_varnames[0]], owner, mark)  # the function's context
         frame = frame.f_back  # type: ignore[assignment]
 
 
