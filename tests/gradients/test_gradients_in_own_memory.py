@@ -396,7 +396,7 @@ def test_gradients_that_are_dropped_are_zero_in_memory_of_the_program(how, side,
     usual = True, True, False
     assert run_ranks(2, dropped, how, side, piled) == [[usual, (True, False, True), usual]] * 2
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [text.split(",")[0] for text in told] == ["8 gradients were dropped"] * 2  # on both ranks
+    assert [text.split(":")[0] for text in told] == ["gradients whose memory the program keeps were dropped (8)"] * 2
 
 
 def late_messages(rank, told, seen):

@@ -370,7 +370,7 @@ def give_up(kept: Sequence[KeptGradient]) -> None:
         for each in kept:
             local_part(each.grad).zero_()
         logging.getLogger("lockstep").warning(
-            "%d gradients were dropped, whose memory the program keeps: that memory is zero now, and .grad is None. A "
+            "gradients whose memory the program keeps were dropped (%d): that memory is zero now, and .grad is None. A "
             "program that reads that memory has to set .grad again before the next backward",
             len(kept),
         )
