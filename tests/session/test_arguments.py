@@ -132,6 +132,7 @@ MISTAKES = {
         r"Call replicate\(\) once, and use the module that you gave it",
     ),
     "barrier": (lambda run, _: run.barrier(), r"no attribute 'barrier'; call torch.distributed.barrier\(run.group\)"),
+    "join": (lambda run, _: run.join(), r"no attribute 'join'; call run.batches\(loader\)"),
     "misspelt": (lambda run, _: run.rnak, r"the session has no attribute 'rnak'$"),
 }
 

@@ -44,6 +44,7 @@ _ELSEWHERE = {
     "barrier": "torch.distributed.barrier(run.group)",
     "broadcast": "torch.distributed.broadcast(tensor, 0, group=run.group)",
     "gather": "torch.distributed.gather_object(object, list, group=run.group)",
+    "join": "run.batches(loader), which gives equally many batches to all ranks",
     "mean": "lockstep.mean()",
     "print": "print() under `if run.is_main:`",
     "replicate": "lockstep.replicate(module)",
