@@ -658,3 +658,27 @@ def marks_of_a_growing_module(rank):
 def test_means_are_right_in_the_round_in_which_the_module_has_changed():
     """Nothing travels with its report; buffers are made equal when ranks have agreed anew."""
     assert run_ranks(2, marks_of_a_growing_module) == [[1.0, 5.0, 9.0, 13.0]] * 2
+
+
+def of_a_frozen_module(rank, kind, policy):
+    module = lockstep.replicate(nn.BatchNorm1d(1), process_group=rank.group, buffer_policy=policy)
+    module.requires_grad_(kind == "trained")
+    if kind == "in evaluation":
+        module.eval()
+    for _ in range(4):
+        with torch.set_grad_enabled(kind != "without gradients"):
+            module(torch.randn(3, 1))
+        if kind == "written by hand":
+            module.running_mean.fill_(1)
+            module.track_running_stats = module.training = False
+
+
+@pytest.mark.parametrize("policy", ["rank0", "local"])
+@pytest.mark.parametrize(
+    "kind", ["frozen", "without gradients", "trained", "in evaluation", "written by hand"], ids=lambda kind: kind
+)
+def test_forwards_that_change_buffers_of_a_frozen_module_are_warned_of_once(kind, policy, recwarn):
+    run_ranks(2, of_a_frozen_module, kind, policy)
+    told = [str(each.message) for each in recwarn if "whose parameters are all frozen" in str(each.message)]
+    drifts = policy == "rank0" and kind in ("frozen", "without gradients")
+    assert sorted(text[: text.index(":")] for text in told) == (["rank 0", "rank 1"] if drifts else [])

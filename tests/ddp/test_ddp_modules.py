@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import rnn
 
+import lockstep
 from ddp_reference import both, ddp_class, gradients, scalars
+from lockstep.errors import NotReplicableError
 from processes import run_processes
 from small_modules import filled, one_weight
 
@@ -231,3 +235,40 @@ def wrap_nothing(rank, implementation):
 @both
 def test_a_layer_without_outputs(implementation):
     assert run_processes(2, wrap_nothing, implementation) == [((1, 0), [(1, 1), (0, 1), (0,)])] * 2
+
+
+# ------------------------------------------------------------------------ another module in place of the wrapped one
+
+
+OTHERS = {
+    "a copy": (copy.deepcopy, False),
+    "the same, with a trained layer": (lambda module: nn.Sequential(module, one_weight()), False),
+    "the same, with a function": (lambda module: nn.Sequential(module, nn.Tanh()), True),
+    "the same weights": (lambda module: nn.utils.parametrizations.weight_norm(copy.deepcopy(module)), False),
+    "the same, compiled": (lambda module: torch.compile(module, backend="eager"), True),
+}
+
+
+def assigned(rank, name):
+    wrapped = lockstep.DistributedDataParallel(one_weight())
+    make, trains = OTHERS[name]
+    wrapped.module = other = make(wrapped.module)
+    with torch.no_grad():
+        wrapped(rank_input(rank))
+    wrapped.eval()(rank_input(rank))
+    wrapped.train()
+    if trains:
+        wrapped(rank_input(rank)).sum().backward()
+        lockstep.check_in_sync(wrapped)
+        return True
+    with pytest.raises(NotReplicableError, match=r"DistributedDataParallel.module was assigned another .*: wrap it"):
+        wrapped(rank_input(rank))
+    rewrapped = lockstep.DistributedDataParallel(other)
+    rewrapped(rank_input(rank)).sum().backward()
+    lockstep.check_in_sync(rewrapped)
+    return copy.deepcopy(wrapped)(rank_input(rank)).requires_grad
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_module_in_place_of_the_wrapped_one_is_trained_after_wrapping_it(name):
+    assert run_processes(2, assigned, name) == [True, True]

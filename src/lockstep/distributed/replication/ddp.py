@@ -387,6 +387,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
 
     module: M
     _held: ReducerReplication | None = None
+    _has_another_module = False
 
     @naming_options
     def __init__(
@@ -445,6 +446,12 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         if self._hooks_removed:
             replication.set_requires_gradient_sync(False)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign; a module in place of the wrapped one may be used without gradients, but not trained."""
+        super().__setattr__(name, value)
+        if name == "module" and self._held is not None and isinstance(value, Module):
+            self._has_another_module = not self._held.covers(value)
+
     @property
     def _replication(self) -> ReducerReplication:
         if self._held is None:
@@ -455,6 +462,12 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. Communicates nothing, except inside of :meth:`join`."""
         replication = self._replication
+        if self._has_another_module and self.training and torch.is_grad_enabled():
+            raise NotReplicableError(
+                f"{type(self).__name__}.module was assigned another {type(self.module).__name__} than the one that was "
+                "wrapped, and its gradients would not be synchronised: wrap it, too. To evaluate another module in its "
+                "place, use it under torch.no_grad(), or after eval()"
+            )
         if self._join_config.enable:
             enter_iteration(self, replication.started_reducer)
         if self._buffer_hook is not None:
@@ -551,7 +564,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the group and without the state common to all ranks; the first forward sets a copy
         up."""
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_held", "_relied_on")}
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_WRAPPER}
         options = self._options
         if options.process_group is not None or options.device_mesh is not None:
             state["_lost_group"] = True
@@ -576,19 +589,18 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel[M]":
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = {
-            **self.__dict__,
-            "_options": None,
-            "_join_config": None,
-            "_held": None,
-            "_relied_on": None,
-        }
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_WRAPPER}
+        state |= {"_options": None, "_join_config": None}
         Module.__setstate__(copied, {name: copy.deepcopy(value, memo) for name, value in state.items()})
         copied._options = dataclasses.replace(
             self._options, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None
         )
         Joinable.__init__(copied)
         return copied
+
+
+_OF_THIS_WRAPPER = frozenset(("_held", "_has_another_module", "_relied_on"))
+"""The attributes that a copy does not take over: it is set up by its first forward."""
 
 
 def check_module(module: Any, ignored: Collection[str]) -> None:

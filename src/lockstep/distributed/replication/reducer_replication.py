@@ -65,6 +65,8 @@ class ReducerReplication(Replication):
         if dtype is not None and options.reduce_dtype is None:
             self.hook = Hook(None, ReduceIn(dtype))
         self._casts: Casts | None = None
+        self._buffer_versions: list[int] | None = None  # before a forward, once all parameters were found to be frozen
+        self._buffers_drift = False
 
     # --------------------------------------------------------------------------------- getting ready
 
@@ -176,6 +178,8 @@ class ReducerReplication(Replication):
                     reducer.collectives.enter("forward")
                 reducer.forward_begins()
                 reducer.passes.enter_forward(self._counts(module.training))
+                if self._buffer_versions is not None:
+                    self._buffer_versions = reducer.buffers.versions()
         if self._moves_inputs:
             args, kwargs = self._moved(args, kwargs)
         if self._casts is not None:
@@ -190,18 +194,40 @@ class ReducerReplication(Replication):
             return
         if not torch.is_grad_enabled():
             mark_checkpoints(reducer, reducer.common.members.bound_parameter())
+            self._look_at_buffers(module, reducer)
             return
         if isinstance(outputs, Tensor):
             tensors = [outputs] if outputs.requires_grad and not outputs.is_leaf else []
         else:
             tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
         bound_parameter, training = reducer.common.members.bound_parameter(), module.training
+        if not tensors:
+            self._look_at_buffers(module, reducer)
         mark = reducer.passes.leave_forward(self._counts(training), training, bool(tensors), bound_parameter)
         if mark is not None:
             reached = _OutputHook(reducer, mark)
             for tensor in tensors:
                 tensor.register_hook(reached)
                 mark_output(tensor, reducer, bound_parameter)
+
+    def _look_at_buffers(self, module: Module, reducer: Reducer) -> None:
+        """Warn once if forwards change buffers of a module without a trained parameter: no backward makes them
+        equal."""
+        if self._buffers_drift or not module.training or reducer.collectives.world == 1:
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            return
+        before, self._buffer_versions = self._buffer_versions, reducer.buffers.versions()
+        if before is not None and before != self._buffer_versions:
+            self._buffer_versions, self._buffers_drift = None, True
+            warnings.warn(
+                f"rank {reducer.collectives.global_rank}: forward changes buffers of a replicated "
+                f"{type(module).__name__} whose parameters are all frozen. Buffers are made equal at the end of a "
+                "backward, and it has none, so they may differ between ranks from now on. Call its eval(), if they are "
+                "not to change; use SyncBatchNorm; send them yourself (torch.distributed.broadcast); or let each rank "
+                'have its own by buffer_policy="local"',
+                stacklevel=4,
+            )
 
     def _counts(self, training: bool) -> bool:
         """Return True if a backward that synchronises is expected to go through a forward that runs now."""

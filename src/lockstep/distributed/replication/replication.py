@@ -171,6 +171,13 @@ class Replication(ABC):
         """Return True if it is the module itself that is replicated, not one inside of it."""
         return self._selection.module_or_none() is module
 
+    def covers(self, module: Module) -> bool:
+        """Return True if every trained parameter of another module belongs to the replicated one, too."""
+        if not self._selection.alive:
+            return False
+        known = {id(each) for each in (*self._selection.left_alone(), *(t for _, t in self._selection.named_tensors()))}
+        return all(id(each) in known for each in module.parameters() if each.requires_grad)
+
     @abstractmethod
     def check_rounds(self, what: str) -> None:
         """Raise :class:`OptionError`, which names ``what``, if gradients are not synchronised in rounds."""

@@ -79,6 +79,11 @@ class BufferSync:
         """The buffers that are sent."""
         return [] if self._set is None else self._set.buffers
 
+    def versions(self) -> list[int]:
+        """Return a number for each buffer that is sent, which changes when code writes into it."""
+        present = [each.current() for each in self.buffers]
+        return [each._version for each in present if each is not None and not each.is_inference()]
+
     def keep(self) -> KeptBuffers:
         """Return a copy of the module's buffers, under any policy."""
         return KeptBuffers(self._scan().buffers)
