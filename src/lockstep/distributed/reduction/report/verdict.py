@@ -203,7 +203,7 @@ def _at_other_batches(said: _Said) -> str:
         f"{said.own.round}: a rank has gone on with its next batch without a backward that synchronises for the last "
         "one (an error that it has caught, `continue`), and gradients of different batches would be mixed. "
         f"{NOT_HANDED_OUT}. Let the rank that leaves out a batch call skip_batch(), and all iterate "
-        "over lockstep.batches()"
+        "over lockstep.batches(); if a batch has several backwards, put each into a skip_on() of its own"
     )
 
 
