@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 import lockstep
+from lockstep.distributed.comm.group_state import sequence_number_on
 from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, PeerError
 from lockstep.loop import gather_rows
 from processes import run_processes
@@ -328,11 +329,11 @@ def test_collectives_are_one_each_way():
     def work(rank):
         model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
         whole_loss(model, parts(x, rank)).backward()
-        before = rank.group._get_sequence_number_for_group()
+        before = sequence_number_on(rank.group)
         rows = gather_rows((parts(x, rank).clone().requires_grad_(), parts(x, rank)), model).rows
-        forward = rank.group._get_sequence_number_for_group()
+        forward = sequence_number_on(rank.group)
         rows[0].sum().backward()
-        return forward - before, rank.group._get_sequence_number_for_group() - forward
+        return forward - before, sequence_number_on(rank.group) - forward
 
     assert set(run_ranks(2, work, hosts="aa")) == {(3, 1)}
 

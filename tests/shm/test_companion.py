@@ -18,6 +18,7 @@ import lockstep
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
 from lockstep.distributed.comm.groups import companion_timeout
+from lockstep.distributed.reduction.replicated_modules import EarlyAgreement
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.phases import Phases
 from processes import be_launched, run_processes
@@ -52,9 +53,21 @@ def on_several_groups(rank):
     return grads, kinds
 
 
-def test_a_gloo_group_gets_one_and_a_shm_group_none():
-    pair = [2, 2, 2, 1.5], ["ProcessGroupShm", "NoneType", "ProcessGroupShm"]
-    assert run_processes(3, on_several_groups) == [pair, pair, ([2, 2, 2], ["ProcessGroupShm", "NoneType"])]
+def test_gloo_and_shm_groups_get_one():
+    pair = [2, 2, 2, 1.5], ["ProcessGroupShm"] * 3
+    assert run_processes(3, on_several_groups) == [pair, pair, ([2, 2, 2], ["ProcessGroupShm"] * 2)]
+
+
+def with_the_options_of_its_group(rank):
+    options = lockstep.distributed.ShmOptions(host=f"host {rank.rank}")
+    group = dist.new_group(backend="shm", pg_options=options, timeout=timedelta(seconds=17))
+    grad = step(linear(process_group=group), rank.rank)
+    made = companion(group)
+    return grad, made.options == options, made._timeout, made._shares_memory
+
+
+def test_that_of_a_shm_group_has_its_options_and_its_timeout():
+    assert run_processes(2, with_the_options_of_its_group) == [(1.5, True, 17, False)] * 2
 
 
 def nothing_on_the_programs_group(rank):
@@ -72,8 +85,64 @@ def nothing_on_the_programs_group(rank):
     return grad, mean.item(), others.sum().item(), group._get_sequence_number_for_group() - begun
 
 
-def test_nothing_goes_over_the_programs_group():
-    assert run_processes(2, nothing_on_the_programs_group) == [(1.5, 0.5, 300.0, 1)] * 2
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_nothing_goes_over_the_programs_group(backend):
+    assert run_processes(2, nothing_on_the_programs_group, backend=backend) == [(1.5, 0.5, 300.0, 1)] * 2
+
+
+class SumOverRanks(torch.autograd.Function):
+    """A sum in forward and in backward, as in layers that normalise over all ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    backward = forward
+
+
+class Branches(nn.Module):
+    """Weights with buckets of their own, a sum over the ranks amid them, and one weight that may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(5))
+        for number, layer in enumerate(self.layers):
+            nn.init.constant_(layer.weight, number + 2.0)
+
+    def forward(self, x, without=()):
+        for number, layer in enumerate(self.layers):
+            x = x if number in without else layer(x)
+            x = SumOverRanks.apply(x) if number == 1 else x
+        return x
+
+
+def sums_amid_buckets(rank, on):
+    """Rank 1 stops to use the last weight, whose bucket left first: there, all buckets wait for the end of backward."""
+    grads, (early, late) = {}, (rank.rank == 0, rank.rank == 1)
+    if on == "several modules":  # rank 0 has the answer of the others at once, rank 1 at the end of backward
+        EarlyAgreement.answer_if_known = lambda self, seconds=0.0: self.answer() if early else None
+    for name, wraps in (("own", True), ("lockstep", False)):
+        modules = [Branches() for _ in range(1 if on == "one module" else 2)]
+        if not wraps:
+            modules = [lockstep.replicate(each, bucket_cap_mb=1e-6) for each in modules]
+        for number in range(3):
+            x = torch.full((1, 1), rank.rank + 1.0)
+            for each in modules:
+                each.zero_grad()
+                x = each(x, without=(4,) if late and number == 2 and on == "one module" else ())
+            x.sum().backward()
+        weights = [weight for each in modules for weight in each.parameters()]
+        grads[name] = torch.stack([torch.zeros(1, 1) if each.grad is None else each.grad for each in weights])
+    dist.all_reduce(grads["own"])
+    return torch.equal(grads["own"] / rank.world, grads["lockstep"])
+
+
+@pytest.mark.parametrize("on", ["one module", "several modules"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_collectives_of_the_program_in_backward_do_not_meet_buckets(backend, on):
+    assert run_processes(2, sums_amid_buckets, on, backend=backend) == [True, True]
 
 
 def test_a_group_without_a_store_has_none():
@@ -235,6 +304,20 @@ def in_a_session(rank, port):
 def test_it_ends_with_the_session_although_the_model_exists():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_processes(2, in_a_session, store.port) == [(1.5, [])] * 2
+
+
+def destroys_the_group_early(rank):
+    model = linear()
+    step(model, rank.rank)
+    if rank.rank == 1:
+        dist.destroy_process_group()
+        return
+    with pytest.raises(CommunicationError, match="rank 1 has left the process group while others still use it"):
+        step(model, rank.rank)
+
+
+def test_it_ends_with_a_shm_group_although_the_model_exists():
+    run_processes(2, destroys_the_group_early, backend="shm")
 
 
 def forked(rank):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
+from lockstep.distributed.comm.group_state import state_of
 from lockstep.shm import one_host
 from threaded import run_ranks
 
@@ -33,8 +34,8 @@ def test_buckets_lie_in_memory_of_the_group_and_are_reduced_in_place(monkeypatch
     )
 
     def call(rank):
-        pool = rank.group._runtime.staging.pool
         model = train(rank)
+        pool = state_of(rank.group).companion._runtime.staging.pool
         assert all(pool.locate(p.grad) is not None for p in model.parameters())
         return [p.grad.clone() for p in model.parameters()]
 

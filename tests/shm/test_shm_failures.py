@@ -24,6 +24,7 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed import ProcessGroupShm, ShmOptions
+from lockstep.distributed.comm.group_state import state_of
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
 from lockstep.shm import gloo, rendezvous, works
 from lockstep.shm import shared_memory as mapping
@@ -1023,9 +1024,8 @@ def forks_with_gradients(rank):
     model(torch.ones(2, 3)).sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
     raw = rank.group.allocate(BIG).fill_(rank.rank)
-    inside = [
-        p.grad.untyped_storage().data_ptr() in rank.group._runtime.staging.pool._in_use for p in model.parameters()
-    ]
+    pool = state_of(dist.group.WORLD).companion._runtime.staging.pool
+    inside = [p.grad.untyped_storage().data_ptr() in pool._in_use for p in model.parameters()]
 
     def child():
         same = all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))

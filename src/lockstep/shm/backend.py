@@ -25,7 +25,8 @@ class BackendShm(NativeCollectives, CollectivesOfGloo, _Backend):
 
     def __init__(self, group: ProcessGroupShm) -> None:
         _Backend.__init__(self, group.rank(), group.size())
-        self._group = group
+        self.group = group
+        """The group that it is a backend of."""
         self._global_ranks = group._global_ranks
 
     def getBackendName(self) -> str:
@@ -37,28 +38,28 @@ class BackendShm(NativeCollectives, CollectivesOfGloo, _Backend):
     @property
     def options(self) -> Any:
         """The options that the group was made with."""
-        return self._group.options
+        return self.group.options
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time that a collective may take."""
-        self._group.set_timeout(timeout)
+        self.group.set_timeout(timeout)
 
     def shutdown(self) -> None:
         """Leave the group: collectives that wait fail, here and on other ranks."""
-        self._group.shutdown()
+        self.group.shutdown()
 
     def abort(self) -> None:
         """End the group on every rank, at once."""
-        self._group.abort()
+        self.group.abort()
 
     def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
-        return self._group._begin(what, run, outputs, opts)
+        return self.group._begin(what, run, outputs, opts)
 
     def _message(self, begin: Callable[[Any], Any], tensors: list[Tensor], what: str, other: int | None) -> MessageWork:
-        return self._group._message(begin, tensors, what, other)
+        return self.group._message(begin, tensors, what, other)
 
     def _gloo_group(self) -> Any:
-        return self._group._gloo_group()
+        return self.group._gloo_group()
 
 
 def is_one_of_several(group: dist.ProcessGroup | None) -> bool:

@@ -51,6 +51,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._runtime = Runtime(
             store, rank, self._global_ranks, self._timeout, self._options, self._queue.is_waited_for
         )
+        self._beside: list[ProcessGroupShm] = []
         self._messaged: set[int | None] = set()
         """The ranks to or from which a message has begun, so that Gloo is connected to them."""
         self._begun = 0
@@ -178,9 +179,15 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         group._set_group_desc(group_desc or f"split of {self.group_desc}")
         return group
 
+    def _ends_with(self, other: "ProcessGroupShm") -> None:
+        """Let another group of the same ranks end when this one is shut down or aborted."""
+        self._beside.append(other)
+
     def shutdown(self) -> None:
         """Leave the group: collectives that wait fail, here and on other ranks."""
         self._end()
+        for each in self._beside:
+            each.shutdown()
 
     def abort(self) -> None:
         """End the group on every rank, at once."""
@@ -189,6 +196,8 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
     def _abort(self, reason: str) -> None:
         self._runtime.abort(f"the shm process group is aborted: {reason}", collective_may_run=True)
         self._end()
+        for each in self._beside:
+            each._abort(reason)
 
     # ----------------------------------------------------------------------------------- machinery
 

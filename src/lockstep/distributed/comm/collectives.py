@@ -178,7 +178,7 @@ class Collectives:
     def _make_companion(self, what: str) -> Group:
         """Make the companion on a thread of its own, as that waits for the other ranks; raise if one of them fails."""
         limit = companion_timeout(self.group)
-        made = in_background(lambda: make_companion(self._store, self.rank, self.global_ranks, limit))
+        made = in_background(lambda: make_companion(self.group, self._store, self.rank, self.global_ranks, limit))
         call = waits.Call(self.group, self._state.begun.add(), "companion", what)
         watcher, since = self.watcher, time.monotonic()
         try:

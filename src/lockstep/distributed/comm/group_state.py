@@ -131,13 +131,18 @@ def watch_group(group: Group, watcher: Watcher) -> None:
 
 
 def end_groups(watcher: Watcher, reason: str) -> None:
-    """End, on this rank and the others, what watched ranks use to send tensors on the CPU, so that waits raise."""
+    """End, on this rank and the others, the ``shm`` groups of watched ranks and the companions, so that waits raise."""
     for _, group, _ in watched_groups(watcher):
-        state = _states.get(group)
-        abilities = abilities_of(group if state is None or state.companion is None else state.companion)
-        if abilities is not None:
-            with contextlib.suppress(RuntimeError):
-                abilities._abort(reason)
+        for each in _with_companion(group):
+            abilities = abilities_of(each)
+            if abilities is not None:
+                with contextlib.suppress(RuntimeError):
+                    abilities._abort(reason)
+
+
+def _with_companion(group: Group) -> set[Group]:
+    state = _states.get(group)
+    return {group} if state is None or state.companion is None else {group, state.companion}
 
 
 def leave_companions() -> None:
@@ -197,9 +202,7 @@ os.register_at_fork(after_in_child=_forked)
 def sequence_number_on(group: Group) -> int | None:
     """Return the number of collectives that this process has begun on a group and its companion; None if the group
     does not count them."""
-    state = _states.get(group)
-    groups = {group} if state is None or state.companion is None else {group, state.companion}
     try:
-        return sum(int(each._get_sequence_number_for_group()) for each in groups)
+        return sum(int(each._get_sequence_number_for_group()) for each in _with_companion(group))
     except (RuntimeError, AttributeError):
         return None

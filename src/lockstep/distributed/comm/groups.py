@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from lockstep.errors import CommunicationError, OptionError
+from lockstep.shm.backend import BackendShm
+from lockstep.shm.group import ProcessGroupShm
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
@@ -36,7 +38,8 @@ def companion_timeout(group: Group) -> timedelta:
     After their time-out these end the process, without the names of ranks. Collectives on the device are begun before
     the report is waited for, so without the tenth they would be over first.
     """
-    found, accelerator = [], torch.accelerator.current_accelerator(check_available=True)
+    own, accelerator = shm_group_of(group), torch.accelerator.current_accelerator(check_available=True)
+    found = [] if own is None else [timedelta(seconds=own._timeout)]
     for device in (torch.device("cpu"), accelerator):
         try:
             backend = group._get_backend(device)
@@ -46,6 +49,16 @@ def companion_timeout(group: Group) -> timedelta:
         if isinstance(limit, timedelta):
             found.append(limit if waits_on_host else 0.9 * limit)
     return min(found, default=timedelta(minutes=30))
+
+
+def shm_group_of(group: Group) -> ProcessGroupShm | None:
+    """Return the ``shm`` group that sends a group's tensors on the CPU, or None."""
+    try:
+        found = group._get_backend(torch.device("cpu"))
+    except (RuntimeError, AttributeError, TypeError):  # a bare backend of PyTorch, or there is none for the CPU
+        return None
+    found = found.group if isinstance(found, BackendShm) else found
+    return found if isinstance(found, ProcessGroupShm) else None
 
 
 def backends_of(group: Group) -> str:
