@@ -136,8 +136,9 @@ def test_waits_in_different_groups_are_named(first, second, world, backend, tmp_
             assert "rank 1 has left the training in good order" in text
 
 
-def wait_on_accelerators(rank, folder, first, second):
-    """Gradients travel over Gloo, everything else over its companion: two waits with one number are not one wait."""
+def wait_over_one_group(rank, folder, first, second):
+    """The program's calls go over the group, those of lockstep over its companion, and also gradients on accelerators
+    over the group: two waits with one number are not one wait."""
     try:
         with lockstep.watch():
             CALLS[first if rank.rank == 0 else second](make(dist.group.WORLD, folder))
@@ -146,9 +147,15 @@ def wait_on_accelerators(rank, folder, first, second):
     return ""
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_call_of_the_program_and_one_of_lockstep_over_one_group_are_named(backend, tmp_path):
+    told = run_processes(2, wait_over_one_group, tmp_path, "backward", "all_reduce", backend=backend)
+    assert check("backward", "all_reduce", told) == [True, True]
+
+
 @pytest.mark.parametrize("second", ["mean", "check_in_sync"])
 def test_waits_of_accelerators_and_of_the_host_are_named(second, tmp_path):
-    told = run_processes(2, wait_on_accelerators, tmp_path, "backward", second, device="sim")
+    told = run_processes(2, wait_over_one_group, tmp_path, "backward", second, device="sim")
     assert check("backward", second, told) == [True] * 2
     assert all("(allreduce of accelerators, " in text for text in told)
 
