@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import random
 import threading
 import time
 import types
@@ -103,46 +105,89 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class Branches(nn.Module):
-    """Weights with buckets of their own, a sum over the ranks amid them, and one weight that may be left out."""
+    """Weights with buckets of their own, and sums over the ranks behind some of them."""
 
-    def __init__(self):
+    def __init__(self, weights=5, sums=(1,)):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(5))
+        self.sums = sums
+        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(weights))
         for number, layer in enumerate(self.layers):
-            nn.init.constant_(layer.weight, number + 2.0)
+            nn.init.constant_(layer.weight, 1 + number / 8)
 
     def forward(self, x, without=()):
         for number, layer in enumerate(self.layers):
             x = x if number in without else layer(x)
-            x = SumOverRanks.apply(x) if number == 1 else x
+            x = SumOverRanks.apply(x) if number in self.sums else x
         return x
 
 
-def sums_amid_buckets(rank, on):
-    """Rank 1 stops to use the last weight, whose bucket left first: there, all buckets wait for the end of backward."""
-    grads, (early, late) = {}, (rank.rank == 0, rank.rank == 1)
-    if on == "several modules":  # rank 0 has the answer of the others at once, rank 1 at the end of backward
-        EarlyAgreement.answer_if_known = lambda self, seconds=0.0: self.answer() if early else None
-    for name, wraps in (("own", True), ("lockstep", False)):
-        modules = [Branches() for _ in range(1 if on == "one module" else 2)]
-        if not wraps:
-            modules = [lockstep.replicate(each, bucket_cap_mb=1e-6) for each in modules]
-        for number in range(3):
-            x = torch.full((1, 1), rank.rank + 1.0)
-            for each in modules:
-                each.zero_grad()
-                x = each(x, without=(4,) if late and number == 2 and on == "one module" else ())
+def means(rank, networks, steps, **options):
+    """The means of gradients after some steps, each a list of the weights that each network leaves out on this rank: by
+    collectives of the program, and by lockstep."""
+    found = []
+    for is_wrapped in (False, True):
+        modules = [copy.deepcopy(network) for network in networks]
+        if is_wrapped:
+            modules = [lockstep.replicate(module, **options) for module in modules]
+        for step in steps:
+            x = torch.full((1, 1), rank.rank + 1.0, dtype=torch.float64, requires_grad=True)  # each sum has a backward
+            for module, without in zip(modules, step, strict=True):
+                module.zero_grad()
+                x = module(x, without)
             x.sum().backward()
-        weights = [weight for each in modules for weight in each.parameters()]
-        grads[name] = torch.stack([torch.zeros(1, 1) if each.grad is None else each.grad for each in weights])
-    dist.all_reduce(grads["own"])
-    return torch.equal(grads["own"] / rank.world, grads["lockstep"])
+            weights = [weight for module in modules for weight in module.parameters()]
+            grads = torch.stack([torch.zeros_like(each) if each.grad is None else each.grad for each in weights])
+            if not is_wrapped:
+                dist.all_reduce(grads)
+            found.append(grads if is_wrapped else grads / rank.world)
+    return found[: len(steps)], found[len(steps) :]
+
+
+def sums_amid_buckets(rank, on):
+    """Rank 1 stops to use the last weight, whose bucket left first: there, all buckets wait for the end of backward.
+
+    Or, with several modules, rank 0 has the answer of the others at once, and rank 1 at the end of backward.
+    """
+    if on == "several modules":
+        EarlyAgreement.answer_if_known = lambda self, seconds=0.0: self.answer() if rank.rank == 0 else None
+    networks = [Branches().double() for _ in range(1 if on == "one module" else 2)]
+    unused = (4,) if on == "one module" and rank.rank == 1 else ()
+    wanted, got = means(rank, networks, [[()] * len(networks)] * 2 + [[unused] * len(networks)], bucket_cap_mb=1e-6)
+    return [*map(torch.equal, wanted, got)]
 
 
 @pytest.mark.parametrize("on", ["one module", "several modules"])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_collectives_of_the_program_in_backward_do_not_meet_buckets(backend, on):
-    assert run_processes(2, sums_amid_buckets, on, backend=backend) == [True, True]
+    assert run_processes(2, sums_amid_buckets, on, backend=backend) == [[True] * 3] * 2
+
+
+def sums_at_random(rank, seeds):
+    """Random networks, which leave out other weights on each rank and in each step."""
+    wrong = []
+    for seed in seeds:
+        drawn, own = random.Random(seed), random.Random(f"{seed} {rank.rank}")
+        networks = [
+            Branches(drawn.randint(2, 6), [0, *drawn.sample(range(1, 6), drawn.randint(0, 3))]).double()
+            for _ in range(drawn.randint(1, 3))
+        ]
+        steps = [[own.sample(range(6), own.choice([0, 0, 1, 3])) for _ in networks] for _ in range(6)]
+        wanted, got = means(rank, networks, steps, bucket_cap_mb=drawn.choice([1e-6, 2e-5, 25]))
+        if not all(map(torch.allclose, wanted, got)):
+            wrong.append(seed)
+    return wrong
+
+
+@pytest.mark.parametrize(("backend", "world"), [("gloo", 2), ("shm", 3)])
+def test_collectives_of_random_programs_in_backward(backend, world):
+    assert run_processes(world, sums_at_random, range(12), backend=backend) == [[]] * world
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_collectives_of_many_random_programs_in_backward(backend, world):
+    assert run_processes(world, sums_at_random, range(12, 212), backend=backend) == [[]] * world
 
 
 def test_a_group_without_a_store_has_none():
