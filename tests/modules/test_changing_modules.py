@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
 import lockstep
+from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError
 from threaded import count_collectives, run_ranks
 
@@ -571,6 +572,21 @@ def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change()
 
 
 # ------------------------------------------------------------------------------------------- wholes that are dropped
+
+
+def test_the_earlier_wrapper_of_a_module_with_other_weights_is_replaced():
+    def call(rank):
+        module = two_layers()
+        first = lockstep.DistributedDataParallel(module, process_group=rank.group)
+        module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+        second = lockstep.DistributedDataParallel(module, process_group=rank.group)
+        assert len(list(scheduler_of(rank.group).modules)) == 1
+        second(rows(rank)).sum().backward()
+        with pytest.raises(NotReplicableError, match="replicated or wrapped once more"), first.no_sync():
+            pass
+        return grads(module)
+
+    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
 
 
 def test_a_module_is_synchronised_and_watched_when_its_wrapper_is_dropped():

@@ -93,6 +93,8 @@ class ReducerReplication(Replication):
     def _describe(self, contents: Contents, collectives: Collectives) -> tuple[list[Line], list[int]]:
         """Return what must be the same on all ranks, and numbers from which :class:`_Numbering` comes."""
         modules = scheduler_of(collectives.group).modules
+        for reducer in modules:  # one that is superseded may have other parameters since its last backward
+            reducer.common.members.look_for_changes()
         lines = [*(Line(*pair) for pair in self.options.agreed()), *contents.describe()]
         return lines, [modules.next_id, modules.propose_order(), *modules.ids(self._selection.superseded(contents))]
 
