@@ -18,7 +18,7 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.comm.group_state import state_of
+from lockstep.distributed.comm.group_state import end_groups, state_of
 from lockstep.distributed.comm.groups import companion_timeout
 from lockstep.distributed.reduction.replicated_modules import EarlyAgreement
 from lockstep.errors import CommunicationError, PeerFailure
@@ -335,6 +335,19 @@ def test_a_failure_ends_waits_on_all_groups(tmp_path):
     outcomes = run_processes(3, fails_beside_a_smaller_group, store.port, ready, errors=True, group_timeout=60)
     assert isinstance(outcomes[0].error, PeerFailure)
     assert str(outcomes[2].error) == "of rank 2"
+
+
+def ended_for_a_reason(rank):
+    step(linear(), rank.rank)
+    if rank.rank == 0:
+        end_groups(types.SimpleNamespace(global_ranks=[0, 1]), "for a reason")
+    for call in (lambda: dist.all_reduce(torch.ones(1)), lambda: lockstep.mean(torch.ones(()))):
+        with pytest.raises(CommunicationError, match="for a reason" if rank.rank else "has been destroyed"):
+            call()
+
+
+def test_a_failure_ends_waits_on_a_shm_group_and_on_its_companion():
+    run_processes(2, ended_for_a_reason, backend="shm")
 
 
 def in_a_session(rank, port):
