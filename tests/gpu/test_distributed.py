@@ -103,6 +103,30 @@ def test_one_rank_over_nccl_trains_as_a_plain_module(home):
     run_processes(1, alone, home.type, timeout=LIMIT)
 
 
+def frozen_meanwhile(rank, device):
+    """A layer is frozen when its forward has run: before backward, in a hook, or between two backwards of a step."""
+    device, group = begin(device)
+    plain = rank.make(Network).to(device)
+    model = lockstep.replicate(copy.deepcopy(plain), process_group=group)
+    for step in range(6):
+        for each in (plain, model):
+            each.zero_grad()
+            loss = each(inputs(step, 0, device)).square().mean()
+            if step % 3 == 2:
+                loss.backward(retain_graph=True)
+            if step % 3 == 1:
+                loss.register_hook(lambda gradient, each=each: each.last.requires_grad_(False) and None)
+            else:
+                each.last.requires_grad_(False)
+            loss.backward()
+            each.last.requires_grad_(True)
+        torch.testing.assert_close(gradients(model), gradients(plain), msg=lambda text, step=step: f"{step}: {text}")
+
+
+def test_a_layer_may_be_frozen_when_its_forward_has_run(home):
+    run_processes(1, frozen_meanwhile, home.type, timeout=LIMIT)
+
+
 # ------------------------------------------------------------------------------ two ranks, one GPU
 
 

@@ -122,6 +122,33 @@ def late(rank):
     return step(rank, model, 5, extra=True)
 
 
+def frozen_meanwhile(rank, when):
+    """A layer is frozen when its forward has run, and trained again after the step, as two players do."""
+    model, right = replicated(rank), []
+    plain = copy.deepcopy(model)
+    for seed in range(4):
+        for each in (plain, model):
+            each.zero_grad()
+            loss = each(inputs(rank, seed))
+            if when == "between two backwards":
+                loss.backward(retain_graph=True)
+            if when == "in a hook":
+                loss.register_hook(lambda gradient, each=each: each.last.requires_grad_(False) and None)
+            else:
+                each.last.requires_grad_(False)
+            loss.backward()
+            each.last.requires_grad_(True)
+        right.append(
+            holds_means(rank, model, [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()])
+        )
+    return all(right)
+
+
+@pytest.mark.parametrize("when", ["before backward", "in a hook", "between two backwards"])
+def test_a_layer_may_be_frozen_when_its_forward_has_run(when):
+    assert on_accelerators(frozen_meanwhile, when) == [True, True]
+
+
 def twice_in_one_pass(rank):
     """Two modules, called in another order by each rank, in one backward."""
     models = [replicated(rank), replicated(rank)]

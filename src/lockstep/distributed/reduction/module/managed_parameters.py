@@ -73,9 +73,11 @@ class ManagedParameter:
         return self.stream is None and is_accelerator(self.spec.device)
 
     def note_stream(self) -> None:
-        """Note the current stream, which is the one on which autograd has just accumulated the gradient."""
-        self._accumulator = get_gradient_edge(self.parameter).node
-        self.stream = torch.accelerator.current_stream(self.spec.device)
+        """Note the current stream, which is the one on which autograd has just accumulated the gradient, unless the
+        parameter has been frozen since forward: autograd calls its hooks all the same."""
+        if self.parameter.requires_grad:
+            self._accumulator = get_gradient_edge(self.parameter).node
+            self.stream = torch.accelerator.current_stream(self.spec.device)
 
     def take(self, grad: Tensor) -> Tensor:
         """Return this rank's part of a gradient as a plain tensor; raise if its dtype or shape is not as planned."""
