@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lockstep._base.inner_tensors import as_bytes
 from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
+from lockstep.distributed.comm.rows import SumOfRows
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes of ``reduce_dtype``."""
@@ -105,8 +106,8 @@ def begin_mean(
     return kind(collectives, half, tensor, what, factor)
 
 
-def gather_all(means: Sequence[MeanInHalf]) -> None:
-    """Complete several means, which all ranks have in the same order."""
+def gather_all(means: Sequence[MeanInHalf | SumOfRows]) -> None:
+    """Complete what takes a second step, which all ranks have in the same order."""
     for mean in means:
         mean.gather()
     for mean in means:

@@ -18,10 +18,16 @@ from torch.nn import Parameter
 
 from lockstep._base.texts import LONGEST_HEADLINE, shortened
 from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gather_all
+from lockstep.distributed.comm.rows import SumOfRows
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot, KeptGradient, find_kept, write_back
 from lockstep.distributed.reduction.autograd.graph import has_means
 from lockstep.distributed.reduction.buckets.comm_hooks import Waitable
-from lockstep.distributed.reduction.buckets.gradient_buckets import NO_ROW, GradientBucket, reduce_late
+from lockstep.distributed.reduction.buckets.gradient_buckets import (
+    NO_ROW,
+    GradientBucket,
+    SparseBucket,
+    reduce_late,
+)
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
@@ -78,7 +84,7 @@ class Round:
         self._divide_factor = common.gradient_divide_factor
         self._undefined: list[int] = []
         self._pending: list[Waitable] = []
-        self._means: list[MeanInHalf] = []  # of buckets that travel in half precision
+        self._in_two_steps: list[MeanInHalf | SumOfRows] = []  # buckets in half precision, and those with rows
         self._begun: float | None = None  # when the first collective has begun
         scale = 1.0 if common.hook.hook else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
@@ -173,21 +179,26 @@ class Round:
         what = self.buckets.labels[bucket.index]
         if common.hook.hook:
             self._send_through_hook(bucket, copied.flat, what)
-        elif bucket.half is None:
-            self._all_reduce(copied.flat, what, copied.factor, blocking)
+        elif bucket.half is not None or copied.flat.is_sparse:
+            self._begin_first_step(bucket, copied.flat, what, blocking)
         else:
-            self._begin_mean(bucket.half, copied.flat, what, blocking)
+            self._all_reduce(copied.flat, what, copied.factor, blocking)
         self.next_bucket += 1
 
-    def _begin_mean(self, half: torch.dtype, flat: Tensor, what: str, blocking: bool = False) -> None:
-        """Begin to reduce a bucket that travels in half precision, whose gradients are in ``flat``."""
+    def _begin_first_step(self, bucket: GradientBucket, flat: Tensor, what: str, blocking: bool = False) -> None:
+        """Begin to reduce a bucket that takes a second step once all ranks know that none has failed; ``flat``: its
+        gradients."""
         if self._begun is None:
             self._begun = time.perf_counter()
-        ranks = self._common.collectives
-        what, correction = f"{what}, round {self.number}", ranks.world / self._divide_factor
-        mean = begin_mean(ranks, half, flat, what, correction, blocking=blocking)
-        self._means.append(mean)
-        self._pending.append(mean)
+        ranks, what = self._common.collectives, f"{what}, round {self.number}"
+        both: MeanInHalf | SumOfRows
+        if isinstance(bucket, SparseBucket):
+            both = SumOfRows(ranks, flat, bucket.is_dense, what, bucket.accept)
+        else:
+            assert bucket.half is not None
+            both = begin_mean(ranks, bucket.half, flat, what, ranks.world / self._divide_factor, blocking=blocking)
+        self._in_two_steps.append(both)
+        self._pending.append(both)
 
     def _all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, blocking: bool = False) -> None:
         """Begin to sum a tensor, times ``factor``, over the ranks."""
@@ -366,8 +377,8 @@ class Round:
 
         ``added``: parameters on which the ranks have just agreed, and which have no bucket yet.
         """
-        if self._means:
-            self._gather_means()
+        if self._in_two_steps:
+            self._take_second_steps()
         if verdict.is_usual:
             for bucket in self.buckets.in_order:
                 bucket.copy_out(verdict.used)
@@ -384,11 +395,11 @@ class Round:
             each.copy_out(factor)
         self.phase = RoundState.APPLIED
 
-    def _gather_means(self) -> None:
-        """Complete the buckets that travel in half precision, on all ranks."""
+    def _take_second_steps(self) -> None:
+        """Complete the buckets that have only begun so far, on all ranks."""
         collectives = self._common.collectives
         with collectives.phases.phase("wait"):
-            gather_all(self._means)
+            gather_all(self._in_two_steps)
         collectives.comm_stats.has_waited(time.perf_counter())
 
     def _parameters_in_order(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> list[Parameter]:
@@ -440,10 +451,10 @@ class Round:
                 self._write_behind(row)
                 if common.transport.own_row is None:
                     self._aborted_row = row
-            if bucket.half is None:
-                self._all_reduce(zeros, "aborted bucket")
+            if bucket.half is not None or zeros.is_sparse:
+                self._begin_first_step(bucket, zeros, "aborted bucket")
             else:
-                self._begin_mean(bucket.half, zeros, "aborted bucket")
+                self._all_reduce(zeros, "aborted bucket")
         self.next_bucket += 1
 
     def finish_aborted(self) -> None:

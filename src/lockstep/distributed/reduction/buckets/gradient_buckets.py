@@ -12,7 +12,7 @@ gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are re
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from lockstep._base.devices import is_accelerator
 from lockstep._base.dtensors import is_dtensor, like_parameter, local_part
 from lockstep._base.inner_tensors import is_plain
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.rows import SumOfRows
 from lockstep.distributed.reduction.autograd.gradients import Empty, GradientMemory, GradientSnapshot
 from lockstep.distributed.reduction.buckets.plan import AdaptivePlan, Kind, PlannedBucket, travels_in_half
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
@@ -227,6 +228,9 @@ class SingleBucket(GradientBucket):
 class SparseBucket(GradientBucket):
     """One sparse gradient; ranks may have different rows."""
 
+    is_dense = False
+    """True if the gradient is dense this time, since a dense one was added to it; a hook gets it as a sparse one."""
+
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
         """See :meth:`GradientBucket.copy_in`."""
         (member,) = self.members
@@ -236,7 +240,7 @@ class SparseBucket(GradientBucket):
         if grad is not None and used is not None and not used[member.index]:
             self._keep_unused(member, grad, inside=False)
         member.parameter.grad = None
-        self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * self._scale
+        self.is_dense, self._result = not taken.is_sparse, with_rows(taken) * self._scale
         return CopiedIn(self._result, 1.0, _undefined(member, grad))
 
     def zeros(self) -> Tensor:
@@ -258,6 +262,12 @@ class SparseBucket(GradientBucket):
 
     def _gradient(self, position: int) -> Tensor:
         return self._result
+
+
+def with_rows(grad: Tensor) -> Tensor:
+    """Return a gradient as a coalesced one with a single sparse dimension."""
+    rows = grad.is_sparse and grad.sparse_dim() == 1
+    return (grad if rows else grad.to_dense().to_sparse(1)).coalesce()
 
 
 def _undefined(member: ManagedParameter, grad: Tensor | None) -> Sequence[int]:
@@ -475,24 +485,30 @@ class LateGradient:
 
     def __init__(self, member: ManagedParameter, value: Tensor) -> None:
         self._member = member
-        self._value = value
+        self.value = value
+
+    def accept(self, summed: Tensor) -> None:
+        """Take the sum over the ranks in place of this rank's value."""
+        self.value = summed
 
     def copy_out(self, factor: float) -> None:
         """Add it, times ``factor``, to the parameter's ``.grad``."""
-        parameter, value = self._member.parameter, self._value
+        parameter, value = self._member.parameter, self.value
         grad = like_parameter(value.mul_(factor) if factor != 1 else value, parameter)
-        if parameter.grad is not None:
-            parameter.grad.add_(grad)
-        else:
+        if parameter.grad is None:
             parameter.grad = grad
+        elif parameter.grad.is_sparse and not grad.is_sparse:
+            parameter.grad = grad.add_(parameter.grad)
+        else:
+            parameter.grad.add_(grad)
 
 
 def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, divisor: float) -> list[LateGradient]:
     """Take these parameters' gradients away and return their means over the ranks; a missing gradient counts as zero.
 
     Every rank passes the same parameters. Communicates one all-reduce of a flag for each rank, then one all-reduce for
-    each dtype and device and for each sparse gradient. If a rank cannot put its gradients together, it raises its own
-    error, and the others raise :class:`PeerError`.
+    each dtype and device, and the rows of each sparse gradient. If a rank cannot put its gradients together, it raises
+    its own error, and the others raise :class:`PeerError`.
     """
     grads = {}
     for member in members:
@@ -500,8 +516,9 @@ def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, d
         if grad is not None:
             grads[id(member.parameter)] = grad
             member.parameter.grad = None
-    flats: list[tuple[Tensor, str]] = []
+    flats: list[Tensor] = []
     results: list[LateGradient] = []
+    rows: list[tuple[Tensor, bool, str, Callable[[Tensor], object]]] = []
     failure: Exception | None = None
     try:
         for member in members:
@@ -509,19 +526,25 @@ def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, d
             # test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another.
             member.check_parameter()
         for flat, parts in _dense(members, grads):
-            flats.append((flat.div_(divisor), "late gradients"))
+            flats.append(flat.div_(divisor))
             results += parts
         for member in members:
             if member.sparse:
                 late = grads.get(id(member.parameter))
-                value = member.zeros() if late is None else member.take(late).coalesce() / divisor
-                flats.append((value, f"late gradient of {member.name}"))
-                results.append(LateGradient(member, value))
+                value = member.zeros() if late is None else member.take(late)
+                results.append(LateGradient(member, with_rows(value) / divisor))
+                name = f"late gradient of {member.name}"
+                rows.append((results[-1].value, not value.is_sparse, name, results[-1].accept))
     except Exception as error:
         failure = error
     _check_all(failure, collectives)
-    for flat, name in flats:
-        collectives.all_reduce(flat, name).wait()
+    for flat in flats:
+        collectives.all_reduce(flat, "late gradients").wait()
+    for each in rows:
+        both = SumOfRows(collectives, *each)
+        both.wait()
+        both.gather()
+        both.finish()
     return results
 
 
