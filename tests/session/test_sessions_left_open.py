@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from lockstep.errors import AlreadyManagedError
 from processes import be_launched, run_processes
 
 UNCLOSED = "has ended its program without closing its session or watch, while others still needed it,"
@@ -137,3 +138,34 @@ def closes(rank, port):
 def test_a_session_that_was_closed_leaves_nothing_for_the_end_of_the_program():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_processes(2, closes, store.port) == [True, True]
+
+
+def replicated_again(rank, folder, shares):
+    """The second and third time over a group that is new: the earlier one has been destroyed."""
+    model, seen, x = nn.Linear(3, 2), [], torch.full((1, 3), rank.rank + 1.0)
+    for turn in range(3):
+        if turn:
+            dist.destroy_process_group()
+            store = dist.FileStore(f"{folder}/{turn}", rank.world)
+            dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world)
+        lockstep.replicate(model, shares=shares)
+        with pytest.raises(AlreadyManagedError, match="can only be applied to a module once"):
+            lockstep.replicate(model)
+        optimizer = lockstep.shard_optimizer(torch.optim.SGD(model.parameters(), 0.5))
+        optimizer.zero_grad()
+        if shares is None:
+            model(x).sum().backward()
+        else:
+            for batch in lockstep.shares.GlobalBatches(torch.utils.data.TensorDataset(torch.ones(2, 3)), 2, shares):
+                for _ in batch:
+                    model(x).sum().backward()
+        seen.append(model.weight.grad[0, 0].item())
+        optimizer.step()
+        lockstep.check_in_sync(model)
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    return seen
+
+
+@pytest.mark.parametrize("shares", [None, 2])
+def test_a_module_is_replicated_again_over_another_group(tmp_path, shares):
+    assert run_processes(2, replicated_again, str(tmp_path), shares) == [[1.5] * 3] * 2

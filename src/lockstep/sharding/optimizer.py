@@ -382,7 +382,8 @@ def _check(optimizer: Optimizer, names: dict[int, str]) -> None:
     check_names(optimizer.param_groups, names)
     for parameter in parameters_of(optimizer):
         other = _sharded_by.get(id(parameter))
-        if other is not None and any(each is parameter for each in parameters_of(other)):
+        steps = other is not None and shards_of(other).collectives.is_alive
+        if other is not None and steps and any(each is parameter for each in parameters_of(other)):
             raise AlreadyManagedError(
                 f"parameter {names[id(parameter)]} has a sharded optimizer already; one optimizer steps a parameter"
             )

@@ -82,6 +82,11 @@ class ShareReplication(Replication):
         world.join(module, undo)
         return []
 
+    def retire(self) -> None:
+        """See :class:`Replication`."""
+        if self._module is not None:
+            self._module.withdraw()
+
     def _forget_module(self) -> None:
         self._world = self._module = None
 

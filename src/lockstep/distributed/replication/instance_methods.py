@@ -83,5 +83,14 @@ def add_methods(module: Module, methods: Mapping[str, Callable[..., Any]], undo:
     _set_dict(module, InstanceDict(before, methods))
 
 
+def remove_all(module: Module) -> None:
+    """Remove the methods that were added to a module, and the forward hooks that act on this module alone."""
+    for name, flags in _HOOKS.items():
+        for key in [key for key, hook in vars(module)[name].items() if isinstance(hook, ModuleHook)]:
+            for each in (name, *flags):
+                vars(module)[each].pop(key, None)
+    _set_dict(module, dict(vars(module)))
+
+
 def _set_dict(module: Module, attributes: dict[str, Any]) -> None:
     object.__setattr__(module, "__dict__", attributes)

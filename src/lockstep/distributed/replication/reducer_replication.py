@@ -150,6 +150,10 @@ class ReducerReplication(Replication):
         rows = check_same_on_all_ranks(lines, reducer.collectives, numbers)
         reducer.common.modules.register(reducer, *_Numbering.agreed(rows))
 
+    def retire(self) -> None:
+        """See :class:`Replication`."""
+        self.started_reducer.retire()
+
     def _forget_reducer(self) -> None:
         self.reducer = self._casts = None
 

@@ -81,7 +81,7 @@ def replicate(
         UnknownOptionError: A misspelt option (a ``TypeError``).
         OptionError: Options that make no sense.
         AgreementError: The ranks differ, or one of them has failed; raised on every rank.
-        AlreadyManagedError: The module is replicated already, or under ``fully_shard``.
+        AlreadyManagedError: The module is replicated already, over a group that still exists, or under ``fully_shard``.
         CommunicationError: A rank does not answer.
 
     A call that fails leaves no trace on the module, on any rank, except that its values may be rank 0's already.
@@ -100,7 +100,7 @@ def replicate(
     chosen.warn_deprecated(stacklevel=2)
     if not isinstance(module, Module):
         raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
-    if isinstance(module, Replicated):
+    if isinstance(module, Replicated) and not replication_of(module, "replicate").end_if_group_is_gone():
         raise AlreadyManagedError(
             "Each distinct composable distributed API can only be applied to a module once. replicate has already been "
             f"applied to the following module:\n{module}\nCall replicate() once, and use the module that you gave it"

@@ -34,6 +34,7 @@ from lockstep.distributed.comm.groups import Group, resolve_group
 from lockstep.distributed.reduction.module.buffers import Buffer, write
 from lockstep.distributed.reduction.module.managed_parameters import Owner
 from lockstep.distributed.reduction.module.selection import Contents, Selection, note_replicated
+from lockstep.distributed.replication.instance_methods import remove_all
 from lockstep.distributed.replication.options import Options, input_device, move_to
 from lockstep.errors import LockstepError, NotReplicableError
 from lockstep.phases import Phases, Statistics
@@ -57,7 +58,7 @@ class Replication(ABC):
             options.output_device,
         )
         self._moves_inputs = options.device_id is not None or bool(options.device_ids)
-        self._group: Group | None = None
+        self._collectives: Collectives | None = None
         self._restored: dict[str, Any] | None = None
 
     # --------------------------------------------------------------------------------- getting ready
@@ -121,8 +122,8 @@ class Replication(ABC):
                 broadcast_values(values, collectives, steps)
         with steps:
             superseded = self._synchronise(contents, collectives, rows, undo)
-            undo.callback(setattr, self, "_group", None)
-            self._group = collectives.group
+            undo.callback(setattr, self, "_collectives", None)
+            self._collectives = collectives
             if self._restored is not None:
                 self.restore(self._restored)
         if is_compared:
@@ -201,7 +202,20 @@ class Replication(ABC):
     @property
     def group(self) -> Group:
         """The process group; None if there is none yet."""
-        return resolve_group(self.options.group) if self._group is None else self._group
+        return resolve_group(self.options.group) if self._collectives is None else self._collectives.group
+
+    def end_if_group_is_gone(self) -> bool:
+        """Return True if the group has been destroyed: then it is the replication of its module no longer."""
+        if self._collectives is None or self._collectives.is_alive:
+            return False
+        self.retire()
+        _replications.discard(self._selection.module)
+        remove_all(self._selection.module)
+        return True
+
+    @abstractmethod
+    def retire(self) -> None:
+        """Stop synchronising."""
 
     def statistics(self) -> Statistics:
         """Return calls and seconds of every phase so far."""
