@@ -333,12 +333,13 @@ def test_a_bucket_of_gradients_from_two_streams(gpu):
 # ---------------------------------------------------------------------------------------- graphs
 
 
-def capture(rank):
-    """A whole step is refused before anything is sent; graphs of forward and backward alone are not."""
+def capture(rank, on_side_stream):
+    """A whole step is refused before anything is sent, also if the steps before it have run on the default stream,
+    which must not wait for one that is captured; graphs of forward and backward alone are not."""
     device, group = begin("cuda")
     plain, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(device), inputs(0, 0, device)
     model = lockstep.replicate(copy.deepcopy(plain), process_group=group)
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream() if on_side_stream else torch.cuda.current_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -361,8 +362,9 @@ def capture(rank):
         torch.testing.assert_close(gradients(model), gradients(plain))
 
 
-def test_a_captured_step_is_refused_and_graphed_callables_are_replicated(gpu):
-    run_processes(1, capture, timeout=LIMIT)
+@pytest.mark.parametrize("on_side_stream", [True, False])
+def test_a_captured_step_is_refused_and_graphed_callables_are_replicated(gpu, on_side_stream):
+    run_processes(1, capture, on_side_stream, timeout=LIMIT)
 
 
 # ---------------------------------------------------------------------------------------- memory

@@ -161,7 +161,8 @@ def test_a_branch_that_is_unfrozen_is_taken_during_backward_again_after_three_pa
 
 
 def captured(rank, monkeypatch, warm_up):
-    """Return what a capture raises, and whether anything is sent in it; then training goes on."""
+    """A capture raises before any node of the graph runs, since CUDA may refuse one of them in its own words, and sends
+    nothing; another module's backward may be captured. Then training goes on."""
     model, x = branches(rank), torch.ones(2, 3)
     for _ in range(warm_up):
         model(x).backward()
@@ -169,8 +170,11 @@ def captured(rank, monkeypatch, warm_up):
     before = dict(lockstep.loop.statistics(model).calls)
     with monkeypatch.context() as patched:
         patched.setattr(torch.sim, "is_current_stream_capturing", lambda: True)
+        nn.Linear(3, 1)(x).sum().backward()
         with pytest.raises(OptionError, match=r"backward\(\) of a replicated module cannot be captured"):
-            model(x).backward()
+            loss = model(x)
+            loss.register_hook(lambda gradient: pytest.fail("backward has begun"))
+            loss.backward()
     assert lockstep.loop.statistics(model).calls["collective"] == before["collective"]
     model.zero_grad()
     model(x).backward()

@@ -30,14 +30,19 @@ def _find() -> torch.device | None:
     return _found
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return True if the current stream of an accelerator is being captured into a graph."""
+    asks = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())
+
+
 def refuse_capture(device: torch.device, what: str) -> None:
     """Raise :class:`OptionError` if the current stream of an accelerator is being captured into a graph.
 
     ``what``: the part of a step that would be captured. A replay repeats what was sent to the device, but nothing that
     the host has done: the ranks would tell each other nothing.
     """
-    is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
-    if is_capturing is not None and is_capturing():
+    if is_capturing(device):
         raise OptionError(
             f"{what} cannot be captured into a graph of {device.type}: a replay would repeat the collectives without "
             "what the ranks tell each other, so failures and ranks that differ would go unnoticed. Make the graphs of "

@@ -44,7 +44,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep._base.devices import refuse_capture
+from lockstep._base.devices import is_capturing, refuse_capture
 from lockstep.distributed.comm.group_state import watchers
 from lockstep.distributed.reduction.autograd.engine import (
     BackwardPass,
@@ -164,6 +164,9 @@ class Reducer:
         own = self.rank_state
         if not this.adds:
             return _OpenPass(this, GradientSnapshot(()), own.requires_sync)
+        captured = own.requires_sync and self.common.is_on_accelerator and is_capturing(self.common.device)
+        if captured and self.is_in_reach(this.reach):  # in the pass a stream might wait that must not: CUDA would raise
+            self._check_alive()
         self._look_for_retyped()
         own.look_for_changes()
         if own.contribution.window.weights:
