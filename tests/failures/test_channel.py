@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lockstep._base.store import BoundedStore
@@ -16,7 +17,7 @@ from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind, of_exception
 from lockstep.failures.messenger import Messenger
-from lockstep.failures.progress import Progress
+from lockstep.failures.progress import Progress, Snapshot
 from lockstep.failures.ring import Connection, Meeting, encoded
 from threaded import run_ranks
 
@@ -38,6 +39,21 @@ def raised(this):
     with pytest.raises(PeerFailure) as caught:
         this.check()
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("in_batches", "step", "place"),
+    [
+        (True, 12, "at or before step 12, noticed in backward"),
+        (False, 12, "at or before step 13, noticed in backward"),
+        (False, 0, "in backward"),
+    ],
+)
+def test_an_error_that_a_device_reports_later_may_be_of_an_earlier_step(in_batches, step, place):
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    seen = Snapshot("run", 1, 1, 1, 2, step, "backward", 0.0, 0.0, "", 0.0, in_batches=in_batches)
+    what = "torch.AcceleratorError: CUDA error: device-side assert triggered"
+    assert of_exception(error, seen).summary == f"rank 1 failed {place}: {what}"
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])

@@ -1,4 +1,5 @@
-"""What goes wrong on one rank's GPU, or only there: every rank ends with an error that names it.
+"""What goes wrong on one rank's GPU, or only there, and what backends have not: every rank ends with an error that
+names it, or is right.
 
 Two ranks over NCCL where it allows them on the GPUs that there are, else over Gloo. Ranks are processes.
 """
@@ -117,6 +118,7 @@ def test_the_rank_that_fails_is_named(gpu, backend, what):
     assert re.search(words, f"{failed.error} {failed.stderr}"), failed  # NCCL's watchdog may end the process itself
     assert isinstance(other.error, PeerError), other
     assert "rank 1" in str(other.error)
+    assert "CUDA error" not in str(other.error) or "at or before step" in str(other.error)
     assert other.error.rank == 1
 
 
@@ -150,6 +152,24 @@ def skipping(rank):
 
 def test_a_batch_that_is_too_large_for_one_rank_is_left_out_on_all(gpu, backend):
     assert [found for found, _ in run_processes(2, skipping, timeout=LIMIT, backend=backend)] == [[2], [2]]
+
+
+def rows(rank):
+    """Sparse gradients of as many rows as each rank has, which are dense when rank 1 has a penalty on the weight."""
+    device = place_of(rank)
+    table = lockstep.replicate(rank.make(lambda: nn.Embedding(10, 3, sparse=True)).to(device))
+    seen = []
+    for penalty in (0.0, 0.0, 1.0):
+        table.zero_grad()
+        loss = table(torch.arange(2 + 3 * rank.rank, device=device)).sum()
+        (loss + table.weight.sum() if penalty and rank.rank else loss).backward()
+        seen.append((table.weight.grad.is_sparse, table.weight.grad.to_dense()[:, 0].tolist()))
+    return seen
+
+
+def test_rows_of_all_ranks(home, backend):
+    sparse, dense = [1.0] * 2 + [0.5] * 3 + [0.0] * 5, [1.5] * 2 + [1.0] * 3 + [0.5] * 5
+    assert run_processes(2, rows, timeout=LIMIT, backend=backend) == [[(True, sparse)] * 2 + [(False, dense)]] * 2
 
 
 def drifts(rank):

@@ -62,6 +62,8 @@ class Failure:
     """The stacks of its threads, if they could be obtained."""
     in_batches: bool = False
     """What ``step`` counts, as :attr:`Snapshot.in_batches` says."""
+    is_late: bool = False
+    """True for an error of an accelerator, which the host hears of at a later call: ``step`` is the one of that."""
 
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> "Failure":
@@ -82,6 +84,9 @@ class Failure:
             return "to meet the others"
         if self.kind in (Kind.LEFT, Kind.UNCLOSED):
             return where(self.step, False, "")
+        if self.is_late and self.step:
+            seen = f", noticed in {self.phase}" if self.phase else ""
+            return f"at or before step {self.step if self.in_batches else self.step + 1}{seen}"
         return where(self.step, self.in_batches, self.phase)
 
     def error(self, here: int) -> PeerFailure:
@@ -188,7 +193,8 @@ def of_exception(error: BaseException, seen: Snapshot) -> Failure:
         what += f" (and while that was handled: {_headline(error)})"
     text = shortened("".join(format_exception(error)).rstrip(), LONGEST_TRACEBACK)
     phase = phase_of(first.__traceback__, seen.phase)
-    return Failure(seen.rank, Kind.RAISED, seen.step, phase, what, text, in_batches=seen.in_batches)
+    is_late = type(first).__name__ == "AcceleratorError" or "CUDA error" in str(first)
+    return Failure(seen.rank, Kind.RAISED, seen.step, phase, what, text, in_batches=seen.in_batches, is_late=is_late)
 
 
 def origin(error: BaseException) -> BaseException:
