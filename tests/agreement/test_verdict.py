@@ -104,14 +104,14 @@ def summary_of(verdict):
             "on rank 0 it went through the module's forward in training and evaluation mode, on rank 1 through no outp",
         ),
         (
-            [through(TRAINING), through(TRAINING, 1, 1)],
+            [through(TRAINING, steps=1), through(TRAINING, 1, 1, steps=0)],
             0,
-            "since the one before, rank 0 has left out no forwards, rank 1 1 forward (in training mode, raised or with",
+            "since the last one, rank 0 has left out no forwards, rank 1 1 forward (in training mode, raised or witho",
         ),
         (
-            [through(TRAINING, 20, 16), through(TRAINING, 20, 2)],
+            [through(TRAINING, 20, 16, steps=2), through(TRAINING, 20, 2)],
             0,
-            "since the one before, rank 0 has left out 16 forwards, rank 1 2 forwards (in training mode",
+            "since the last one, rank 0 has left out 16 forwards, rank 1 2 forwards (in training mode",
         ),
         # Optimizers have made other numbers of steps.
         (
@@ -165,7 +165,18 @@ def test_ranks_that_cannot_reduce_together(statuses, rank, words):
     ids=str,
 )
 def test_ranks_that_may_be_in_the_same_pass(statuses):
-    assert verdict_of(*statuses).error is None
+    assert verdict_of(*statuses)[:1] == (None,)
+    assert not verdict_of(*statuses).warning
+
+
+def test_a_forward_that_a_rank_has_left_out_may_be_a_batch_or_none():
+    statuses = [through(TRAINING), through(TRAINING, 1, 1)]
+    assert sums_of(statuses).name_ranks
+    verdict = verdict_of(*statuses)
+    assert verdict.error is None
+    assert verdict.warning.startswith("rank 0: since the last one, rank 0 has left out no forwards, rank 1 1 forward")
+    assert "If it was a forward for a log, or an evaluation, nothing is wrong" in verdict.warning
+    assert "If a rank has skipped a batch after its forward" in verdict.warning
 
 
 def test_whatever_is_an_error_is_seen_in_the_sums():

@@ -52,6 +52,7 @@ HARMLESS = (
     "None of the inputs have requires_grad=True",  # of reentrant checkpoints
     "grad and param do not obey",  # of parameters that were transposed
     "rank .+parameter .* was changed .* only one rank's, again and again",  # every rank has changed it alike
+    "rank .+ since the last one, rank .+ has left out",  # of forwards that are for one rank alone
     "This process .* is multi-threaded, use of fork",
 )
 """What PyTorch and lockstep warn of in programs that are right."""
@@ -688,14 +689,14 @@ class Use:
         return [p for each in net.layers if each is not layer for p in each.parameters()]
 
     def left_out(self, ranks: list[int], calls: list[list[F]]) -> None:
-        """Some ranks have run one more forward, and leave it out: a batch was skipped."""
+        """Some ranks have run one more forward, and leave it out, as for a log: all are warned."""
         if not self._settle():
             return
         if self.number in ranks:
             self._loss([F(1, (0,))])
-        for r, refs in enumerate(self.refs):
-            plain_loss(refs, calls[r])
-        self._is_refused(calls)
+        for rank in ranks:
+            plain_loss(self.refs[rank], [F(1, (0,))])
+        self.backward(calls)
 
     def copied(self, ranks: list[int], call: F) -> None:
         """Some ranks train a copy of a module, by themselves."""

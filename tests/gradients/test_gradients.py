@@ -511,10 +511,12 @@ def test_forward_that_fails_costs_nothing_where_batches_are_weighed():
     assert run_ranks(2, fail_in_forward, 1.0) == [1.5] * 2
 
 
-def test_forward_that_fails_and_another_batch_are_an_error_on_all_ranks():
-    for error in run_ranks(2, fail_in_forward, None, errors=True):
-        assert type(error) is lockstep.errors.PeerError
-        assert "rank 0 has left out no forwards, rank 1 1 forward" in str(error)
+def test_forward_that_fails_and_another_batch_are_a_warning_on_all_ranks():
+    with pytest.warns(UserWarning, match="If a rank has skipped a batch after its forward") as caught:
+        assert run_ranks(2, fail_in_forward, None) == [1.5] * 2
+    assert {str(each.message).partition(",")[0] for each in caught} == {
+        f"rank {rank}: since the last one" for rank in range(2)
+    }
 
 
 # --------------------------------------------------------------------------------- devices, statistics

@@ -4,6 +4,7 @@ Whatever changes here changes on every rank in the same round: because all have 
 compared what they have.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -71,6 +72,7 @@ class CommonState:
         self.is_settled = False
         """True if every parameter has a bucket, in a plan that has been made anew after the first round, there are no
         communication hook, and nothing has to be agreed on."""
+        self._has_warned = False
         self.plan_changes: Counter[str] = Counter()
         """Why buckets were made anew, and how often."""
         self._plan_anew()
@@ -79,6 +81,12 @@ class CommonState:
     def parameters(self) -> list[ManagedParameter]:
         """The parameters that the ranks have agreed on."""
         return self.members.parameters
+
+    def warn_once(self, message: str) -> None:
+        """Warn of what may be wrong with this module's rounds, as all ranks do."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(message, stacklevel=2)
 
     @property
     def is_planned(self) -> bool:

@@ -241,6 +241,8 @@ class RankState:
         called, through, unused_forwards = _NO_PASS if passive or part is Part.SKIPS else self.passes.summarize()
         if loops.skips_next and part is not Part.FAILED:
             part = Part.SKIPS
+        if loops.batch:  # batches are compared, so that a forward beside them is none that was skipped
+            unused_forwards = 0
         weights = window.weights
         return Status(
             round=number,

@@ -320,6 +320,8 @@ class Round:
                 own.renumber()
         elif verdict.late or common.plan.observes:
             common.adapt(verdict)
+        if verdict.warning:
+            common.warn_once(verdict.warning)
         return used
 
     def _names_ranks(self, sums: Sums) -> bool:

@@ -67,6 +67,8 @@ class Verdict(NamedTuple):
     """Parameters of which some rank has a late gradient, which all ranks reduce again."""
     loop: LoopVerdict = LoopVerdict()
     """The part for loops (``decisions.py``)."""
+    warning: str = ""
+    """What may be wrong, or not, as nobody knows; empty if there is an error."""
     is_usual: bool = False
     """True if all ranks say the same without consequences: gradients are the mean, and nothing else is to be done."""
 
@@ -88,8 +90,11 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
     if sums is None:
         return _USUAL if report.used is None else _USUAL._replace(used=report.used)
     rules = _ALWAYS if sums.skips else (*_ALWAYS, *_COUNTING)
+    warning = ""
     if statuses:
-        error = _find_error(_Said(_columns(statuses), statuses[rank], ranks[rank], ranks), rules)
+        said = _Said(_columns(statuses), statuses[rank], ranks[rank], ranks)
+        error = _find_error(said, rules)
+        warning = "" if error or sums.skips else _forwards_left_out(said)
     else:
         error = _failed_and_left(sums, rank, ranks) if sums.failed else None
     return Verdict(
@@ -101,6 +106,7 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
         used=report.used,
         late=report.late,
         loop=judge_loops(sums, statuses),
+        warning=warning,
     )
 
 
@@ -215,35 +221,64 @@ def _first_other(numbers: Sequence[int], own: int) -> tuple[int, int]:
 
 
 def _in_other_passes(said: _Said) -> str:
-    """Compare the passes of ranks that ran one; compare forwards only if no rank may skip a batch."""
+    """Compare the passes of ranks that ran one. Ranks that have left out other forwards may have only looked at what
+    the module gives: it is an error if optimizers have made other steps as well."""
+    found = _find_passes(said, _other_calls)
+    if found is None and len({*said.all_of.steps} - {UNKNOWN_STEPS}) > 1:
+        found = _find_passes(said, _other_forwards)
+    if found is None:
+        return ""
+    one, other, difference = found
+    return (
+        f"rank {said.me}: ranks {one} and {other} are not in the same backward pass (number "
+        f"{said.own.round} that synchronises): {difference}. {NOT_HANDED_OUT}. Let every rank "
+        "run the same backward passes; put one that is for one rank alone under no_sync(), or take its "
+        "gradients with torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
+    )
+
+
+def _forwards_left_out(said: _Said) -> str:
+    """Return what is to be thought of ranks that have left out other forwards, and are in step otherwise."""
+    found = None if any(said.all_of.weighted) else _find_passes(said, _other_forwards)
+    if found is None:
+        return ""
+    return (
+        f"rank {said.me}: {found[2]}. If it was a forward for a log, or an evaluation, nothing is wrong: put it under "
+        "torch.no_grad(). If a rank has skipped a batch after its forward (a loss that is not finite, an error that it "
+        "has caught, `continue`), the ranks are at different batches now, and it will end before the others: call "
+        "lockstep.loop.skip_batch() in its place, or iterate over lockstep.batches(). This is said once"
+    )
+
+
+_Pass = tuple[int, int, int]
+
+
+def _find_passes(said: _Said, differ: Callable[[_Pass, _Pass], str]) -> tuple[int, int, str] | None:
+    """Return the first two ranks whose passes differ, and the difference, whose text has places for their numbers."""
     passes = list(zip(said.all_of.called, said.all_of.through, said.all_of.unused_forwards, strict=True))
-    compare_forwards = not any(said.all_of.weighted)
     kinds = [each for each in dict.fromkeys(passes) if each[0]]
     for place, theirs in enumerate(kinds):
         for those in kinds[:place]:
-            if difference := _difference(those, theirs, compare_forwards):
-                another, other = said.ranks[passes.index(those)], said.ranks[passes.index(theirs)]
-                return (
-                    f"rank {said.me}: ranks {another} and {other} are not in the same backward pass (number "
-                    f"{said.own.round} that synchronises): {difference.format(another, other)}. "
-                    f"{NOT_HANDED_OUT}. Let every rank "
-                    "run the same backward passes; put one that is for one rank alone under no_sync(), or take its "
-                    "gradients with torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
-                )
-    return ""
+            if difference := differ(those, theirs):
+                one, other = said.ranks[passes.index(those)], said.ranks[passes.index(theirs)]
+                return one, other, difference.format(one, other)
+    return None
 
 
-def _difference(a: tuple[int, int, int], b: tuple[int, int, int], compare_forwards: bool) -> str:
-    """Return a description of the difference between the passes of two ranks, with placeholders for their numbers."""
-    (called, through, unused_forwards), (other, other_through, other_unused) = a, b
-    if not called & other and not (called | other) & Called.UNKNOWN.value:
-        return f"on rank {{}} it went through {_describe(called)}, on rank {{}} through {_describe(other)}"
-    if compare_forwards and through == other_through and through and unused_forwards != other_unused:
-        return (
-            f"since the one before, rank {{}} has left out {_count(unused_forwards)}, rank {{}} "
-            f"{_count(other_unused)} (in training mode, raised or without a backward through it: a batch was skipped)"
-        )
-    return ""
+def _other_calls(a: _Pass, b: _Pass) -> str:
+    if a[0] & b[0] or (a[0] | b[0]) & Called.UNKNOWN.value:
+        return ""
+    return f"on rank {{}} it went through {_describe(a[0])}, on rank {{}} through {_describe(b[0])}"
+
+
+def _other_forwards(a: _Pass, b: _Pass) -> str:
+    (_, through, unused_forwards), (_, other_through, other_unused) = a, b
+    if through != other_through or not through or unused_forwards == other_unused:  # may be terms of one loss
+        return ""
+    return (
+        f"since the last one, rank {{}} has left out {_count(unused_forwards)}, rank {{}} "
+        f"{_count(other_unused)} (in training mode, raised or without a backward through it)"
+    )
 
 
 def _describe(called: int) -> str:
