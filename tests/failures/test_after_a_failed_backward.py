@@ -6,6 +6,8 @@ batches before, of an earlier backward, of layers that backward got to - would m
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -307,3 +309,31 @@ def unused_gradients(rank, shape):
 @pytest.mark.parametrize("shape", [(1,), (1024, 1100)], ids=["with others", "alone"])
 def test_what_a_failed_round_has_kept_does_not_come_back(shape):
     assert run_ranks(2, unused_gradients, shape) == [(PeerError, 1.0, None), (ArithmeticError, 1.0, None)]
+
+
+def buffers_after_a_failure(rank, skips):
+    """After a batch that has failed, or was left out, each rank has its own buffers; all have one's after the next."""
+    model = lockstep.replicate(
+        rank.make(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))), process_group=rank.group
+    )
+    x = torch.randn(4, 3, generator=rank.generator())
+    model(x).sum().backward()
+    loss = model(x).sum()
+    if skips and rank.rank:
+        lockstep.loop.skip_batch(group=rank.group)
+    else:
+        if rank.rank:
+            loss.register_hook(lambda gradient: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError, PeerError):
+            loss.backward()
+    lockstep.check_in_sync(model)
+    own = rank.all_equal(model[1].running_mean)
+    model(x).sum().backward()
+    lockstep.check_in_sync(model)
+    return own, rank.all_equal(model[1].running_mean)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("hosts", ["", "aa"])
+def test_buffers_after_a_failure_are_equal_again_after_the_next_batch(hosts, skips):
+    assert run_ranks(2, buffers_after_a_failure, skips, hosts=hosts) == [(False, True)] * 2

@@ -24,7 +24,8 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
             check_in_sync(model)
 
     What a replicated module leaves to each rank is not compared: ``ignored_modules``, ``params_and_buffers_to_ignore``,
-    and buffers with ``buffer_policy="local"``.
+    and buffers with ``buffer_policy="local"``. Nor are buffers after a batch that has failed or was left out: they are
+    made equal with the next one.
 
     Args:
         module: A module with the same names, shapes and dtypes on every rank, replicated or not. If a parameter is a
@@ -59,7 +60,10 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
     of_module = replication.group if process_group is None and replication is not None else process_group
     collectives = Collectives(needed_group(of_module), Phases())
     own = own_names(module, module)
+    failed = (each for each in module.modules() if (its := find_replication(each)) and its.has_local_buffers)
+    local = {id(buffer) for each in failed for buffer in each.buffers()}
     named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in own]
+    named = [each for each in named if id(each[1]) not in local]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
     values = [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}", each) for name, each in named]
     check_same_on_all_ranks(lines, collectives)

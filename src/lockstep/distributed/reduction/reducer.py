@@ -126,7 +126,8 @@ class Reducer:
         self._open_passes: list[_OpenPass] = []  # passes under way that may come to the module, inside of one another
         self._round: Round | None = None  # of the last of them, if that synchronises and has opened it
         self._aborted: Round | None = None  # what it has sent may not have arrived yet
-        self._has_failed = False  # the last round has failed on some rank, or was left out
+        self.has_failed = False
+        """True if the last round has failed on some rank, or was left out; the same on all ranks."""
         self._members = common.members
         self._holds_hooks = False  # users have hooks on parameters
         self._route = _Route.UNKNOWN
@@ -513,7 +514,7 @@ class Reducer:
 
     def _is_kept(self, parameter: Parameter) -> bool:
         """Return True if the gradient of a parameter stays as it was, after a round to which it did not contribute."""
-        return parameter.grad is None and not self._has_failed
+        return parameter.grad is None and not self.has_failed
 
     # ------------------------------------------------------------------- the end, however it comes
 
@@ -526,14 +527,14 @@ class Reducer:
             ended, self._round = self._round, None
             if ended is not None:
                 self._end_round(ended)
-            if failed or (ended is not None and self._has_failed):
+            if failed or (ended is not None and self.has_failed):
                 self.common.forget_first_values()
                 if ended is not None:
                     ended.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
                 else:
                     self._members.drop_gradients()
             if failed or ended is not None:
-                applied = not (failed or self._has_failed)
+                applied = not (failed or self.has_failed)
                 knows_steps = ended is not None and applied and not ended.is_joined
                 self.rank_state.end_round(ended is not None, knows_steps)
             else:
@@ -542,7 +543,7 @@ class Reducer:
                 outer.snapshot = GradientSnapshot(outer.snapshot.parameters)
 
     def _end_round(self, ended: Round) -> None:
-        self._has_failed = not ended.is_applied
+        self.has_failed = not ended.is_applied
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
         if ended.is_applied or ended.has_begun:
             self.common.count_round(ended.number)

@@ -305,6 +305,11 @@ class ReducerReplication(Replication):
             )
 
     @property
+    def has_local_buffers(self) -> bool:
+        """See :class:`Replication`."""
+        return self.reducer is not None and self.reducer.has_failed
+
+    @property
     def has_local_gradients(self) -> bool:
         """See :class:`Replication`."""
         return self.reducer is not None and self.reducer.rank_state.contribution.is_local

@@ -240,6 +240,11 @@ class Replication(ABC):
         return {id(each): name for name, each in self._selection.named_tensors() if isinstance(each, Parameter)}
 
     @property
+    def has_local_buffers(self) -> bool:
+        """True if the last batch has failed, or was left out: until the next one each rank has its own buffers."""
+        return False
+
+    @property
     def has_local_gradients(self) -> bool:
         """True if this rank has accumulated gradients that are not synchronised."""
         return False
