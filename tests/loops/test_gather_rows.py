@@ -234,6 +234,21 @@ def whole_loss_alone(model, x):
     return cross_entropy(*similar(model(x), model.scale))
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_one_row_of_one_number(shape):
+    """Where a dimension has size 1, its stride may be any: that of a batch's column, or 0 in an expanded gradient."""
+
+    def work(rank):
+        model = lockstep.replicate(nn.Linear(2, 1, bias=False).double(), process_group=rank.group)
+        x = drawn(1, 2, seed=rank.rank)
+        (scores, column), _ = gather_rows((model(x).view(shape), x[:, 1]), model)
+        assert column.tolist() == [drawn(1, 2, seed=r)[0, 1] for r in range(2)]
+        scores.sum().backward()  # the gradient of a sum is expanded
+        torch.testing.assert_close(model.weight.grad, sum(drawn(1, 2, seed=r) for r in range(2)))
+
+    run_ranks(2, work)
+
+
 def test_only_tensors_that_need_a_gradient_somewhere_have_a_graph():
     """Rank 1's features are frozen: its backward sends what rank 0 needs."""
     x = drawn(6, 5)

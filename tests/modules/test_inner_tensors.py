@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep._base.inner_tensors import check_trained, describe, inner_tensors, inner_tensors_of
+from lockstep._base.inner_tensors import as_bytes, check_trained, describe, inner_tensors, inner_tensors_of, read_bytes
 from lockstep.errors import NotReplicableError
 from tensor_classes import DTYPES, Attributed, Marked, Opaque, Packed, Quantised, State
 
@@ -24,6 +24,23 @@ def test_values_of_every_dtype_can_be_written_and_compared(dtype):
     assert torch.equal(inner.clone(), value.view(3, 2))
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     assert torch.equal(memory.view(inner.dtype).view(2, 3).t(), value.view(3, 2))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(5.0).view(1, 5)[:, 2],
+        torch.ones(()).expand(1, 1),
+        torch.tensor([[1j, 2]]).conj().t(),
+        torch.tensor([1j]).conj().imag,
+        torch.empty(0, 3),
+    ],
+    ids=["one of a column", "one expanded", "conjugated", "negated", "none"],
+)
+def test_bytes_of_any_strides(tensor):
+    values = tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    assert as_bytes(tensor).view(tensor.dtype).tolist() == values.flatten().tolist()
+    assert bytes(read_bytes(tensor)) == values.numpy().tobytes()
 
 
 def test_a_plain_parameter_is_itself_and_needs_no_description():

@@ -10,6 +10,7 @@ before: everything that is not a tensor.
 """
 
 import copy
+import ctypes
 import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -96,7 +97,16 @@ def bits(tensor: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the values of a plain tensor as bytes in one dimension: a view if they lie one after the other."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # view(-1) keeps any stride of a single element
+
+
+def read_bytes(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return the values of a plain tensor as a buffer of bytes on the CPU; PyTorch's own way needs NumPy."""
+    flat = as_bytes(tensor.detach().cpu())
+    found = (ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())
+    found.owner = flat  # type: ignore[attr-defined]  # of the memory
+    return found
 
 
 def like(value: Tensor, parameter: Tensor, *, requires_grad: bool) -> Tensor:

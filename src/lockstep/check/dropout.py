@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep._base.inner_tensors import read_bytes
 from lockstep.errors import OptionError
 
 DROPOUTS = ("off", "rows", "on")
@@ -38,7 +39,7 @@ class Dropout(TorchDispatchMode):
         if func is not torch.ops.aten.bernoulli_.float:
             return func(*args, **kwargs or {})
         if self.drawn_from is None:
-            self.drawn_from = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
+            self.drawn_from = hashlib.blake2b(read_bytes(torch.get_rng_state()), digest_size=8).hexdigest()
         if self.how == "on":
             return func(*args, **kwargs or {})
         mask, kept = args[0], args[1] if len(args) > 1 else 0.5

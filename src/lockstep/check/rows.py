@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lockstep._base.inner_tensors import read_bytes
 from lockstep._base.tree import Tree
 from lockstep.errors import OptionError, StructureError
 
@@ -110,7 +110,7 @@ def _digest(values: Sequence[Any]) -> str:
     for value in values:
         if isinstance(value, Tensor):
             digest.update(str((value.dtype, tuple(value.shape))).encode())
-            digest.update(_bytes_of(value))
+            digest.update(read_bytes(value))
         else:
             stream = io.BytesIO()
             _Pickler(stream).dump(value)
@@ -123,9 +123,5 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return bytes, (_bytes_of(value),)
+            return bytes, (bytes(read_bytes(value)),)
         return NotImplemented
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

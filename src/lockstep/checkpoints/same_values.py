@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep._base.inner_tensors import read_bytes
 from lockstep.errors import AgreementError
 
 LONGEST = 60
@@ -27,8 +28,7 @@ def _add(digest: Any, value: Any) -> None:
     """Add a value to a digest, whatever its memory and the order of its keys."""
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        digest.update(plain.view(-1).view(torch.uint8).numpy())
+        digest.update(read_bytes(value))
         return
     digest.update(type(value).__name__.encode())
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes):

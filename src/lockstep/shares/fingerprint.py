@@ -1,6 +1,5 @@
 """``fingerprint()``: one line that is the same for two runs if, and only if, their models have the same bits."""
 
-import ctypes
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep._base.dtensors import local_part
-from lockstep._base.inner_tensors import describe, inner_tensors
+from lockstep._base.inner_tensors import describe, inner_tensors, read_bytes
 from lockstep._base.wrapper import unwrapped
 from lockstep.errors import NotReplicableError, OptionError
 
@@ -83,6 +82,4 @@ def _add(digest: Any, name: str, tensor: Tensor) -> None:
         raise OptionError(f"fingerprint() cannot read {name}: {error}") from None
     digest.update(describe(tensor).encode())
     for each in inner:
-        values = each.cpu().contiguous()
-        if values.nbytes:
-            digest.update((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr()))
+        digest.update(read_bytes(each))
