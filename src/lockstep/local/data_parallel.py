@@ -33,6 +33,7 @@ from lockstep.errors import LengthError, NotReplicableError
 from lockstep.local import scatter_gather, workers
 from lockstep.local.checks import require_on
 from lockstep.local.comm import copy_to
+from lockstep.local.loss_weights import weights_of_parts
 from lockstep.local.module_copy import SLOTS
 from lockstep.local.replicas import ReplicaSet, cached, replicate
 from lockstep.local.training_step import forward, running, training_step
@@ -215,19 +216,33 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     # Training step #
 
     @outside_compiler
-    def step(self, loss_fn: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
-        """Run forward, loss and backward in each replica; leave the gradients of the mean loss on the module.
+    def step(
+        self, loss_fn: Callable[..., torch.Tensor], *batch: Any, weight: Callable[[Any], Any] | None = None
+    ) -> torch.Tensor:
+        """Run forward, loss and backward in each replica; leave the gradients of the loss of the batch on the module.
+
+        A replica's loss is a mean over its part of the batch, and counts by what that mean divides by. Say it by
+        ``weight`` if it is not the number of rows, as with padded labels: ``weight=lambda target: (target !=
+        -100).sum()``. Without ``weight`` it is found for cross entropy and negative log-likelihood of PyTorch, whatever
+        calls them, if the loss is their result; every other loss counts by rows.
 
         Args:
-            loss_fn: a function ``loss_fn(output, target)``, or a module, also one with parameters and buffers. It must
-                return the mean over the rows, with equal weights. (A loss with weights, by class for example, divides
-                by a different sum on each replica: let it sum, and divide by the weight of the whole batch.)
+            loss_fn: a function ``loss_fn(output, target)``, or a module, also one with parameters and buffers. It
+                returns a mean, or is a criterion of PyTorch with ``reduction="sum"``.
             batch: the module's inputs and, last, the target. With one entry, ``loss_fn(output)`` is called.
+            weight: a function ``weight(target)`` that gets the target's rows of one replica (with one entry in the
+                batch: its rows of that), on the device of the target that was given, and returns what the mean of
+                ``loss_fn`` divides by for them: a number, 0 or more. The host waits if it is on an accelerator. A
+                replica of weight 0 has no part in loss and gradients, even NaN.
 
-        Returns the mean loss over all rows: a detached tensor without dimensions on the output device. Gradients are
+        Returns the loss of the whole batch: a detached tensor without dimensions on the output device. Gradients are
         added to ``.grad``, as by ``backward``. They equal the gradients of ``loss_fn(module(*inputs),
         target).backward()`` on one device. No output is gathered, so the first device needs no more memory than the
         others. Communicates as forward does, without the outputs.
+
+        Warns if the mean may be over something else than rows, and it cannot be seen what: the criterion is not
+        PyTorch's and has an ``ignore_index`` or a tensor ``weight``, or such a mean is one of several terms. What a
+        compiled loss, or one that a function computes by itself, divides by, cannot be seen, and not be warned of.
 
         >>> import torch
         >>> parallel = DataParallel(torch.nn.Linear(3, 2), device_ids=["cpu", "cpu"])
@@ -243,18 +258,22 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
                 "are on several devices: record the forward of the module, parallel.module"
             )
         with self._phases.phase("DataParallel.step"):
-            return self._step(loss_fn, batch)
+            return self._step(loss_fn, batch, weight)
 
-    def _step(self, loss_fn: Callable[..., torch.Tensor], batch: tuple[Any, ...]) -> torch.Tensor:
+    def _step(
+        self, loss_fn: Callable[..., torch.Tensor], batch: tuple[Any, ...], weight: Callable[[Any], Any] | None
+    ) -> torch.Tensor:
         own = self._own_replicas()
         with self._phases.phase("scatter"):
             shares, sizes = scatter_gather.scatter_arguments(batch, None, own.devices, self.dim, self.split)
-        weights = [1 / len(shares)] * len(shares) if sizes is None else [s / max(1, sum(sizes)) for s in sizes]
+            weights = None
+            if weight is not None and len(shares) > 1:
+                weights = weights_of_parts(weight, batch[-1], len(own.devices), self.dim, self.split)[: len(shares)]
         networks = [own]
         if isinstance(loss_fn, Module):
             make = partial(ReplicaSet, loss_fn, own.devices, network_first=True, phases=self._phases)
             networks.append(cached(loss_fn, ("step", *own.devices), make))
-        losses = training_step(networks, loss_fn, shares, weights, self._phases)
+        losses = training_step(networks, loss_fn, shares, sizes or [1] * len(shares), weights, self._phases)
         target = resolve_destination(self.output_device) if self.device_ids else losses[0].device
         return torch.stack([copy_to(loss.detach(), target) for loss in losses]).sum()
 

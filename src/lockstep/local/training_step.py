@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from lockstep.errors import LayoutError
 from lockstep.local import workers
+from lockstep.local.loss_weights import weighted
 from lockstep.local.replicas import ReplicaSet
 from lockstep.phases import Phases
 
@@ -40,12 +41,14 @@ def training_step(
     networks: Sequence[ReplicaSet],
     loss_fn: LossFunction,
     shares: Sequence[Share],
-    weights: Sequence[float],
+    rows: Sequence[int],
+    weights: Sequence[float] | None,
     phases: Phases,
 ) -> list[Tensor]:
     """Return the replicas' weighted losses, after one backward pass over all of them.
 
-    The first of ``networks`` is the model; the second, if there is one, is ``loss_fn``.
+    The first of ``networks`` is the model; the second, if there is one, is ``loss_fn``. ``rows`` and ``weights`` are as
+    in :func:`~lockstep.local.loss_weights.weighted`.
     """
     modules, *others = [network.refresh() for network in networks]
     loss_fns = others[0] if others else [loss_fn] * len(shares)
@@ -54,10 +57,10 @@ def training_step(
     ]
     with running(networks):
         losses = workers.run(calls, networks[0].devices[: len(shares)])
-    weighted = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+    found = weighted(losses, loss_fn, rows, weights)
     with phases.phase("backward"), _without_autocast(networks[0].devices):
-        _backward(weighted)
-    return weighted
+        _backward(found)
+    return found
 
 
 @contextmanager

@@ -22,12 +22,12 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
         last: True if the backward pass inside synchronises.
-        weight: The number of tokens (or rows) in this rank's loss inside the block, over all its backward passes: a
-            number or a tensor with one element, 0 or more. A tensor on an accelerator is read at once, for which the
-            host waits in every block until the device has computed it: count on the CPU. Weights are summed in float64,
-            over the ranks and over all blocks since the last synchronisation. Give a weight on every rank and in every
-            micro-batch, or nowhere. It counts even if no backward inside reaches a trained parameter, except if an
-            exception leaves the block before that.
+        weight: The number of tokens (or rows) in this rank's loss inside the block, over all its backward passes, or
+            the sum of their class weights: a number or a tensor with one element, 0 or more. A tensor on an accelerator
+            is read at once, for which the host waits in every block until the device has computed it: count on the CPU.
+            Weights are summed in float64, over the ranks and over all blocks since the last synchronisation. Give a
+            weight on every rank and in every micro-batch, or nowhere. It counts even if no backward inside reaches a
+            trained parameter, except if an exception leaves the block before that.
 
     With weights, call ``zero_grad()`` before the first block and not again until the last block has ended. Gradients
     must be None or zero when the first block begins. Do not change the gradients or the module between the blocks.

@@ -27,8 +27,9 @@ _AT_ONCE = 64
 def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) -> T:
     """Return the mean over all ranks of each number in ``values``, with each rank's ``weight``.
 
-    If a rank's numbers are means over rows (or tokens), pass the number of rows as ``weight``: the result is the mean
-    over all rows of all ranks, even if ranks have unequal numbers of them, or none (weight 0). A padding batch
+    If a rank's numbers are means, pass what they divide by as ``weight``: the number of rows, or of labels that are not
+    padding, or the sum of the labels' class weights for a cross entropy with these. The result is the mean over those
+    of all ranks, even if ranks have unequal numbers of them, or none (weight 0). A padding batch
     (:func:`lockstep.batches`) has no weight here.
 
     Args:
