@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -150,13 +152,43 @@ def test_a_block_counts_whatever_happens_in_it():
             model(rows(), frozen=True)
             x = rows()
             torch.autograd.grad(model(x, frozen=True).sum(), x)
-        with lockstep.accumulate(model, last=False, weight=1), pytest.raises(ArithmeticError):
-            fails_in_backward(past_forward(model)).sum().backward()
         past_forward(model).sum().backward()
         last(model)
         return grad(model)
 
-    assert run_ranks(2, call) == [0.25] * 2
+    assert run_ranks(2, call) == [1 / 3] * 2
+
+
+@ways
+@pytest.mark.parametrize("synchronises", [False, True])
+def test_a_block_does_not_count_if_its_backward_has_failed(way, synchronises):
+    """Wherever the graph leads; the program goes on."""
+
+    def call(rank):
+        model = net(rank)
+        with lockstep.accumulate(model, last=synchronises, weight=100), pytest.raises(ArithmeticError):
+            fails_in_backward(way(model)).sum().backward()
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [1.0] * 2
+
+
+def test_a_block_counts_if_a_backward_of_another_thread_has_failed():
+    def fails():
+        with pytest.raises(ArithmeticError):
+            fails_in_backward(rows()).sum().backward()
+
+    def call(rank):
+        model = net(rank)
+        with lockstep.accumulate(model, last=False, weight=1):
+            other = threading.Thread(target=fails)
+            other.start()
+            other.join()
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [0.5] * 2
 
 
 def test_a_module_that_this_ranks_backward_does_not_reach():

@@ -94,6 +94,14 @@ def test_batches_cost_at_most_batch_cost():
     assert min(costs[:-1]) > 40 - max(LENGTHS)
 
 
+@pytest.mark.parametrize("world", [3, 6, 7, 12])
+@pytest.mark.parametrize("cost", [0.1, 0.3, 0.7])
+def test_the_least_batch_cost_is_a_sample_for_each_rank_whatever_the_rounding(world, cost):
+    costs = [cost] * 4 * world
+    for each in samplers(world, costs, batch_cost=world * cost, shuffle=False):
+        assert [len(batch) for batch in epoch_of(each)] == [1] * 4
+
+
 def test_a_last_batch_that_is_not_full_may_be_left_out():
     assert [len(batch) for batch in epoch_of(samplers(1, LENGTHS, 10, drop_last=True)[0])] == [10] * 4
 

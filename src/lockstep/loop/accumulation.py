@@ -27,7 +27,7 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
             is read at once, for which the host waits in every block until the device has computed it: count on the CPU.
             Weights are summed in float64, over the ranks and over all blocks since the last synchronisation. Give a
             weight on every rank and in every micro-batch, or nowhere. It counts even if no backward inside reaches a
-            trained parameter, except if an exception leaves the block before that.
+            trained parameter, except if one has failed, or an exception leaves the block, before that.
 
     With weights, call ``zero_grad()`` before the first block and not again until the last block has ended. Gradients
     must be None or zero when the first block begins. Do not change the gradients or the module between the blocks.

@@ -6,6 +6,7 @@ The samples of a global batch do not depend on the ranks. So with a loss that is
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import fsum
 from typing import Any
 
 import torch
@@ -167,7 +168,12 @@ class BalancedSampler(Sampler[list[int]]):
         ends, total = [0], 0.0
         for place, sample in enumerate(order):
             total += self.costs[sample]
-            if total > self.batch_cost:
+            # Summed exactly, as many samples as there are ranks never cost more than the product that is the least
+            # batch_cost, which is rounded once, too: no rank is without a sample.
+            if (
+                total > self.batch_cost
+                and fsum(self.costs[each] for each in order[ends[-1] : place + 1]) > self.batch_cost
+            ):
                 ends.append(place)
                 total = self.costs[sample]
         return ends

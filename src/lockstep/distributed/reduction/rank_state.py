@@ -153,8 +153,8 @@ class RankState:
             self.contribution.window.pass_failed()
 
     def pass_lost(self) -> None:
-        """Note that a backward pass that does not synchronise has failed on this rank before it has reached the
-        module."""
+        """Note that a backward pass has failed on this rank before it has reached the module, or without a way there,
+        and that the other ranks are not told."""
         self.contribution.window.pass_lost()
 
     def begin_round(self, expected: bool, differs: bool) -> None:

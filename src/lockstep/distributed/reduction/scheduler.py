@@ -257,11 +257,12 @@ class GroupScheduler(PassObserver):
         watching = [module for module in self.modules if module.watches(this)]
         failing = [module for module in watching if module.find_arrived()]
         for each in self.modules:
-            if each not in failing and each.is_within(reach, each in watching and each.is_expected):
-                if each.synchronises:
-                    failing.append(each)
-                else:
-                    each.rank_state.pass_lost()
+            if each in failing:
+                continue
+            if each.synchronises and each.is_within(reach, each in watching and each.is_expected):
+                failing.append(each)
+            else:
+                each.rank_state.pass_lost()
         self._abort(failing, this)
         for each in watching:
             if each.watches(this):  # it does not synchronise, or no gradient of it was to come

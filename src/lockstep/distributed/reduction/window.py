@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -70,7 +71,8 @@ class Window:
         """The reason why this rank's part in the next round has to fail, or an empty text."""
         self._blocks = 0  # number of blocks under way
         self._passes = 0
-        self._lost = 0  # number of passes that have failed before they have reached the module
+        self._lost = 0  # number of passes that have failed without reaching the module
+        self._thread = 0  # in which a block is under way
         self._left: list[_Left] = []
 
     @property
@@ -82,7 +84,7 @@ class Window:
     def block(self, weight: float, parameters: Sequence[ManagedParameter], synchronises: bool) -> Iterator[None]:
         """Run a block with a weight, of a module with these parameters; ``synchronises``: a round is expected in it.
 
-        The weight does not count if all backward passes in the block have failed before they have reached the module.
+        The weight does not count if a backward pass in the block has failed, and none has reached the module.
         If no rank reaches the module, as when all of it is frozen, there is no round, and the window is closed anyway.
         """
         blocks, problem, passes, lost = len(self.weights), self.problem, self._passes, self._lost
@@ -92,6 +94,7 @@ class Window:
             self._open(parameters)
         self.weights.append(weight)
         self._blocks += 1
+        self._thread = get_ident()
         try:
             yield
             if self.weights and self._lost > lost and self._passes == passes:
@@ -140,8 +143,11 @@ class Window:
             self.fail(_INCOMPLETE)
 
     def pass_lost(self) -> None:
-        """Note that a pass that does not synchronise has failed on this rank before it has reached the module."""
-        self._lost += 1
+        """Note that a pass has failed on this rank without reaching the module, and the other ranks are not told.
+
+        All passes of the process are told: one of another thread is not of the block.
+        """
+        self._lost += self._thread == get_ident()
 
     def check_gradients(self) -> None:
         """Fail if any gradient has changed since the last pass; called outside of a pass, or when one begins."""
