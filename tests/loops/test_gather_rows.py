@@ -142,6 +142,12 @@ def test_batch_hard_triplets(world):
 
 
 @worlds
+def test_a_gradient_penalty(world):
+    penalty = recipe("penalty")
+    beside_one_process(world, lambda model, x: penalty(model, x, lambda f: (f @ f.T).exp().mean()), drawn(6, 5))
+
+
+@worlds
 def test_a_queue_of_negatives(world):
     """Three steps: the queue has the keys of all ranks, in the order of the ranks, on each of them."""
     step = recipe("moco_loss")

@@ -44,6 +44,10 @@ def gather_rows(value: Any, module: Module) -> GatheredRows:
     loss; or each rank computes the part of its own rows, if the mean of the ranks' parts is the whole loss (with
     different numbers of rows: the sum over its own rows, times ranks, divided by all rows).
 
+    ``torch.autograd.grad`` takes no mean over the ranks: the gradient with respect to inputs, of a loss that each rank
+    computes whole, is that of one process times the number of ranks. Divide it by that, as the recipe for gradient
+    penalties in docs/whole_batch.md does.
+
     Args:
         value: A tensor, or nested tensors, whose first dimension counts rows: the same number in all of them. It may
             differ between ranks, and be 0. Everything else (dtypes, other dimensions, structure) is the same on every
