@@ -22,7 +22,7 @@ PYTEST := -m pytest -n 3 -m
 AROUND := tests/api tests/benchmarks tests/check tests/cli tests/clients tests/docs tests/examples tests/package tests/tools \
 	tests/gradients/test_compile.py tests/gradients/test_tensor_parallel.py tests/session/test_restarts.py
 
-.PHONY: train test test-around test-all test-matrix test-clients test-launchers test-hosts check format docs bench gpu soak dist clean
+.PHONY: train test test-around test-all test-matrix test-bare test-clients test-launchers test-hosts check format docs bench gpu soak dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits; a process for each accelerator, or PROCESSES=2
 	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(MAX_RESTARTS),--max-restarts $(MAX_RESTARTS)) \
@@ -46,6 +46,10 @@ test-torch-%: .venv-torch-%/.installed
 
 test-clients: $(CLIENTS)/.installed  ## programs that people run, and PyTorch's suite, in an environment of their own: 9 minutes
 	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients tests/docs $(ARGS)
+
+# README's own environment: PyTorch alone. Tests that need NumPy are left out (tests/conftest.py).
+test-bare: .venv-bare/.installed  ## what `make test` does, with torch and pytest alone
+	.venv-bare/bin/python $(PYTEST) "$(HERE) and not around" $(filter-out %/check,$(AROUND:%=--ignore=%)) $(ARGS)
 
 test-launchers: $(LAUNCHERS)/.installed  ## Open MPI, Ray, and what of MPICH and SLURM is on this machine (as root): 6 minutes
 	$(LAUNCHERS)/bin/python -m pytest -m launchers tests/launchers $(ARGS)
@@ -80,7 +84,7 @@ dist: $(READY)  ## what goes to PyPI: a wheel, and the source archive
 	$(BIN)/python -m hatchling build
 
 clean:
-	rm -rf dist build .venv .venv-torch-* $(CLIENTS) $(LAUNCHERS) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist build .venv .venv-bare .venv-torch-* $(CLIENTS) $(LAUNCHERS) runs .pytest_cache .mypy_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "lockstep needs Python 3.11 or newer"'
@@ -99,6 +103,12 @@ $(DOCS): $(READY)
 	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	grep -v '^torch=' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*.*' --group test --group examples --editable .
+	touch $@
+
+.venv-bare/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bare
+	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt pytest pytest-timeout pytest-xdist --editable .
 	touch $@
 
 $(CLIENTS)/.installed: pyproject.toml constraints.txt

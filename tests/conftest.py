@@ -9,6 +9,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -42,6 +43,12 @@ import sim as simulator  # noqa: E402
 import workers  # noqa: E402
 from workers import pytest_xdist_make_scheduler  # noqa: E402, F401
 
+try:
+    import numpy  # noqa: F401
+
+    HAS_NUMPY = True
+except ModuleNotFoundError:
+    HAS_NUMPY = False
 DEVICES = 8
 _backend = pytest.StashKey[ModuleType | str]()
 
@@ -68,6 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = set(pairwise.left_out(items))
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Where NumPy is not installed, as in `make test-bare`, leave out the files that use it, or Hypothesis."""
+    if HAS_NUMPY or not collection_path.is_file():
+        return None
+    return bool(re.search("numpy|hypothesis|random_programs|from runs import", collection_path.read_text())) or None
 
 
 def pytest_report_header(config: pytest.Config) -> str:

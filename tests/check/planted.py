@@ -233,6 +233,23 @@ def clipped():
     return Case(network(), batches(), step=clipping)
 
 
+def clipped_before_beside_a_loss():
+    return Case(network(), batches(), mean_loss, step=clipping_too_early)
+
+
+def clipped_beside_a_loss():
+    return Case(network(), batches(), mean_loss, step=clipping)
+
+
+def keeping_gradients(model, optimizer, batch):
+    mean_loss(model, batch).backward()
+    optimizer.step()
+
+
+def without_zero_grad():
+    return Case(network(), batches(), mean_loss, step=keeping_gradients)
+
+
 def scaled_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1 * dist.get_world_size())
 

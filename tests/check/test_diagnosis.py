@@ -43,6 +43,8 @@ GRADIENTS = [
     (facts(own_factor=1.0), Surroundings(ranks=2, scaled=(0.1, 0.3), weights=(0.25, 0.75)), "clipped-before"),
     (facts(own_factor=1.0), Surroundings(ranks=2, batch_norms=("norm",)), "batch-statistics"),
     (facts(own_factor=1.0), Surroundings(ranks=2, batch_norms=("n",), weights=(0.2, 0.8)), "mean-of-means"),
+    (facts(own_factor=1.0), Surroundings(ranks=2, weights=(0.25, 0.25)), "own-factor"),
+    (facts(own_factor=1.0), Surroundings(ranks=2, adds_earlier=True), "earlier-gradients"),
     (facts(own_factor=1.0), TWO, "whole-batch-loss"),
     (facts(), TWO, "other-gradients"),
     (facts(difference=1e-8), TWO, "rounding"),

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from lockstep.check import checking
 from lockstep.check.checking import check, make_options
 from lockstep.check.job import PRECISIONS
 from lockstep.check.processes import started
 from lockstep.check.sources import parse_source
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, OptionError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,6 +51,8 @@ RIGHT = [
     (planted.weighted_by_tokens, "lockstep", {}),
     (planted.accumulated, "ddp", {}),
     (planted.clipped, "ddp", {}),
+    (planted.clipped_beside_a_loss, "ddp", {}),
+    (planted.clipped_beside_a_loss, "lockstep", {}),
     (planted.used_outside, "ddp", {}),
     (planted.used_outside, "lockstep", {}),
     (planted.grown, "lockstep", {}),
@@ -75,6 +79,10 @@ WRONG = [
     (planted.accumulated_without_division, "ddp", {}, "own-factor", "is 3 times"),
     (planted.no_sync_around_all, "ddp", {}, "not-synchronised", "no gradient is synchronised"),
     (planted.clipped_before, "ddp", {}, "clipped-before", "clip the mean"),
+    (planted.clipped_before, "lockstep", {}, "clipped-before", "clip the mean"),
+    (planted.clipped_before_beside_a_loss, "lockstep", {}, "clipped-before", "clip the mean"),
+    (planted.without_zero_grad, "ddp", {}, "earlier-gradients", "in step 1"),
+    (planted.without_zero_grad, "lockstep", {}, "earlier-gradients", "optimizer.zero_grad()"),
     (planted.scaled_learning_rate, "ddp", {}, "learning-rate", "2 times as long"),
     (planted.own_learning_rate, "ddp", {}, "drift", "although the gradients are equal"),
     (planted.grown, "ddp", {}, "not-synchronised", "added.weight, added.bias of 4 tensors are not synchronised"),
@@ -112,6 +120,24 @@ NOTHING = {
     "return Case(net, [], lambda m, x: m(x).sum())": r"Case\(\) got no batches",
     "return Case(net, [1])": "neither a loss nor a step",
 }
+WRONG_CASES = {
+    "return None": "returned a NoneType; expected a lockstep.check.Case",
+    "return Case(net, [torch.ones(4, 3)])": "neither a loss nor a step",
+    "return Case(net, (torch.ones(4, 3) for _ in range(2)), torch.sum)": "got a generator as its batches",
+    "return Case(net, [torch.ones(4, 3)], torch.sum, torch.optim.SGD(net.parameters()))": "got a SGD as its optimizer",
+}
+
+
+@pytest.mark.parametrize(("body", "message"), [*WRONG_CASES.items(), ("", "has no function case")])
+def test_what_is_no_case_is_told_before_a_process_starts(monkeypatch, body, message, tmp_path):
+    monkeypatch.setattr(checking, "started", lambda timeout: pytest.fail("a process starts"))
+    head = "import torch\nfrom lockstep.check import Case\nnet = torch.nn.Linear(3, 1)\n"
+    file = tmp_path / f"wrong{len(message)}.py"
+    file.write_text(head + (f"def case():\n    {body}\n" if body else ""))
+    state = torch.get_rng_state()
+    with pytest.raises(OptionError, match=message):
+        checking.compare_with_one_process(parse_source(f"{file}:case", "case"))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("body", "message"), NOTHING.items())

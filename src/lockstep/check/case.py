@@ -11,6 +11,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lockstep.check.rows import Split, count_rows, take_rows
+from lockstep.check.sources import Source
 from lockstep.errors import OptionError
 
 Batches = Sequence[Any] | Callable[[int, int], Iterable[Any]]
@@ -36,8 +37,9 @@ class Case:
         steps: The number of steps; a list with fewer batches begins again. By default one for each batch, and at most
             10 if ``batches`` is a function.
         step: ``step(model, optimizer, batch)``: the whole step of a rank, with accumulation, clipping, or a sum over
-            tokens. Without ``loss``, the one process runs it as well, on the whole batch; it wraps the model then, over
-            one rank, so that ``model.no_sync()`` and ``lockstep.accumulate(model)`` are there.
+            tokens. Without ``loss``, or if it changes the gradient of the loss after backward, the one process runs it
+            as well, on the whole batch; it wraps the model then, over one rank, so that ``model.no_sync()`` and
+            ``lockstep.accumulate(model)`` are there.
         collate: Makes of a list of samples what ``loss`` gets; each batch is such a list.
 
     Raises:
@@ -68,8 +70,27 @@ class Case:
             raise OptionError(f"Case() got a {type(self.model).__name__} as its model; expected a torch.nn.Module")
         if self.loss is None and self.step is None:
             raise OptionError("Case() got neither a loss nor a step; give loss(model, batch) -> tensor")
-        if not callable(self.batches) and not len(self.batches):
-            raise OptionError("Case() got no batches; give one whole batch at least")
+        if isinstance(self.optimizer, Optimizer) or not (self.optimizer is None or callable(self.optimizer)):
+            raise OptionError(
+                f"Case() got a {type(self.optimizer).__name__} as its optimizer; expected a class or a function that "
+                "makes one from the parameters of the wrapped model: functools.partial(torch.optim.SGD, lr=0.1)"
+            )
+        if not callable(self.batches):
+            if not hasattr(self.batches, "__len__"):
+                raise OptionError(
+                    f"Case() got a {type(self.batches).__name__} as its batches; expected a list of whole batches, or "
+                    "a function (rank, ranks) -> iterable"
+                )
+            if not len(self.batches):
+                raise OptionError("Case() got no batches; give one whole batch at least")
+
+
+def build(source: Source) -> Case:
+    """Call the function that builds a case."""
+    case = source.load()()
+    if not isinstance(case, Case):
+        raise OptionError(f"{source.name}() returned a {type(case).__name__}; expected a lockstep.check.Case")
+    return case
 
 
 def whole_batches(case: Case, ranks: int, split: Split) -> Iterator[Any]:

@@ -3,14 +3,18 @@
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
+from torch import Tensor
+
 from lockstep._base.arguments import check_backend
-from lockstep.check.case import Case
+from lockstep._base.seeds import keep_generators
+from lockstep.check.case import Case, build
 from lockstep.check.diagnosis import Finding, Surroundings, diagnose
 from lockstep.check.dropout import DROPOUTS
 from lockstep.check.job import AFTER_A_STEP, PRECISIONS, Job, Options, Record, Step
-from lockstep.check.measuring import Comparison, changes, compare, distance, weights_of_ranks
+from lockstep.check.measuring import Comparison, Values, changes, compare, distance, weights_of_ranks
 from lockstep.check.processes import Processes, started
 from lockstep.check.report import Report
 from lockstep.check.rows import Split, parse_split, period_of, rows_taken_wrongly
@@ -68,8 +72,23 @@ def compare_with_one_process(
     PyTorch has no such function.
     """
     options = make_options(case, ranks, wrap, split, precision, dropout, backend)
+    _check_sources(options)
     with started(timeout) as processes:
         return check(options, processes, PRECISIONS[precision] if tolerance is None else tolerance)
+
+
+def _check_sources(options: Options) -> None:
+    """Raise :class:`OptionError` before a process starts, if the case is none, or a function is not in its file."""
+    with ExitStack() as stack:
+        keep_generators(stack)
+        try:
+            if isinstance(options.wrap, Source):
+                options.wrap.load()
+            build(options.case)
+        except OptionError:
+            raise
+        except (Exception, SystemExit):  # it may need a rank; if not, the processes tell it with its traceback
+            return
 
 
 def check(options: Options, processes: Processes, tolerance: float) -> Report:
@@ -83,11 +102,34 @@ def check(options: Options, processes: Processes, tolerance: float) -> Report:
     if any(each.error for each in records):
         return _of_failure(report, records)
     comparisons = list(_comparisons(options.precision, one, records, tolerance))
+    by_step = _one_by_step(processes, options, one, comparisons, tolerance)
+    if by_step is not None:
+        one = by_step
+        comparisons = list(_comparisons(options.precision, one, records, tolerance))
     findings = [
         *_of_rows(one, records, options.dropout),
-        *_of_tensors(processes, options, one, records, comparisons, tolerance),
+        *_of_tensors(processes, options, one, records, comparisons, tolerance, by_step is not None),
     ]
     return dataclasses.replace(report, comparisons=tuple(comparisons), findings=tuple(findings))
+
+
+def _one_by_step(
+    processes: Processes, options: Options, one: Record, comparisons: Sequence[Comparison], tolerance: float
+) -> Record | None:
+    """Return what one process computes by the case's step, if that is to be compared with, and not its loss.
+
+    So it is if backward brings the gradient of the loss, and the step changes it afterwards, as clipping does.
+    """
+    first = next((each for each in comparisons if each.differing), None)
+    if not one.has_both or first is None or first.kind != "gradients" or first.step is None:
+        return None
+    (found,) = processes.run([Job(options, None, by_step=True)])
+    if found.error or len(found.steps) <= first.step:
+        return None
+    step, wanted = found.steps[first.step], one.steps[first.step].gradients or {}
+    is_of_loss = not compare("gradients", first.step, wanted, [step.after], tolerance).differing
+    is_changed = bool(compare("gradients", first.step, wanted, [step.gradients or {}], tolerance).differing)
+    return found if is_of_loss and is_changed else None
 
 
 def _check_trained(one: Record) -> None:
@@ -250,6 +292,7 @@ def _of_tensors(
     records: Sequence[Record],
     comparisons: list[Comparison],
     tolerance: float,
+    by_step: bool,
 ) -> Iterator[Finding]:
     place = next((n for n, each in enumerate(comparisons) if each.differing), None)
     if place is None:
@@ -259,7 +302,7 @@ def _of_tensors(
     around = Surroundings(ranks=options.ranks, rounding=PRECISIONS[options.precision] * later)
     if first.kind == "gradients" and first.step is not None:
         step = first.step
-        alone = processes.run([Job(options, rank, alone=step) for rank in range(options.ranks)])
+        alone = processes.run([Job(options, rank, alone=step, by_step=by_step) for rank in range(options.ranks)])
         own = [each.steps[-1] for each in alone if len(each.steps) > step]
         if len(own) == options.ranks:
             wanted = one.steps[step].gradients or {}
@@ -274,8 +317,23 @@ def _of_tensors(
                 weights=weights_of_ranks(wanted, by_own, max(tolerance, 1e-6)),
                 batch_norms=tuple(one.batch_norms),
                 scaled=_scaled(own, max(tolerance, 1e-9)),
+                adds_earlier=step > 0 and _adds_earlier(wanted, by_rank, records, step, tolerance * later),
             )
     yield diagnose(first, around)
+
+
+def _adds_earlier(
+    wanted: Values, by_rank: Sequence[Values], records: Sequence[Record], step: int, tolerance: float
+) -> bool:
+    """Return True if each rank has the gradient of one process, and in addition what it had in the step before."""
+    for got, record in zip(by_rank, records, strict=True):
+        of_each = [(got.get(name), (record.steps[step - 1].gradients or {}).get(name), wanted[name]) for name in wanted]
+        there = [(now, before, want) for now, before, want in of_each if isinstance(want, Tensor)]
+        if not there or any(
+            now is None or before is None or distance(now - before, want) > tolerance for now, before, want in there
+        ):
+            return False
+    return True
 
 
 def _scaled(own: Sequence[Step], tolerance: float) -> tuple[float, ...]:
@@ -284,7 +342,7 @@ def _scaled(own: Sequence[Step], tolerance: float) -> tuple[float, ...]:
     found = []
     for step in own:
         given = {name: each for name, each in (step.gradients or {}).items() if each is not None}
-        left = step.backward
+        left = step.after | step.backward
         changed = [name for name in given if name in left and distance(given[name], left[name]) > tolerance]
         if changed:
             name = changed[0]

@@ -21,6 +21,7 @@ SECTIONS = {
     "own-factor": "a-factor-in-each-rank-s-own-gradient",
     "mean-of-means": "a-mean-of-means",
     "clipped-before": "clipping-before-the-reduction",
+    "earlier-gradients": "gradients-of-earlier-steps",
     "batch-statistics": "statistics-of-each-rank-s-rows",
     "whole-batch-loss": "a-loss-that-compares-rows",
     "other-gradients": "gradients-that-differ-otherwise",
@@ -56,6 +57,8 @@ class Surroundings:
     """The number of rows of each rank in that step."""
     weights: tuple[float, ...] | None = None
     """Those with which the ranks' own gradients add up to that of one process, if there are any."""
+    adds_earlier: bool = False
+    """True if each rank has the gradient of one process, and in addition that of the step before."""
     batch_norms: tuple[str, ...] = ()
     scaled: tuple[float, ...] = ()
     """For each rank, the factor by which its program changes its gradient between backward and the step, when it
@@ -78,6 +81,12 @@ def _of_gradients(said: str, comparison: Comparison, around: Surroundings) -> Fi
     apart = [each for each in comparison.differing if not each.alike or each.of_one is not None]
     if apart:
         return _not_synchronised(said, apart, comparison)
+    if around.adds_earlier:
+        return Finding(
+            "earlier-gradients",
+            f"{said}: it is that of one process, and in addition that of the step before; call optimizer.zero_grad() "
+            "before the first backward of each step",
+        )
     slack = max(1e-3, around.rounding)
     by_reduction = _common([each.own_factor for each in comparison.differing], slack)
     if _is(by_reduction, around.ranks, slack):
@@ -95,12 +104,19 @@ def _of_gradients(said: str, comparison: Comparison, around: Surroundings) -> Fi
             f"{said}: each rank changes its own gradient before the ranks' are averaged (a factor of {by}); clip the "
             "mean, after backward has synchronised it",
         )
-    if around.weights is not None and is_mean:
+    if around.weights is not None and is_mean and _is(sum(around.weights), 1, slack):
         return _mean_of_means(said, around.weights, around)
     if around.batch_norms:
         return Finding(
             "batch-statistics",
             f"{said}: {around.batch_norms[0]} normalises with the statistics of each rank's rows; use SyncBatchNorm",
+        )
+    if around.weights is not None and is_mean:
+        shown = " : ".join(f"{each:.3g}" for each in around.weights)
+        return Finding(
+            "own-factor",
+            f"{said}: in one process the ranks' own gradients have the weights {shown}, which do not add up to 1, so "
+            "each rank's has a factor of its own before the reduction",
         )
     if is_mean:
         return Finding(

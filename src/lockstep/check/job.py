@@ -35,12 +35,13 @@ class Job:
     """The part of one process: rank ``rank`` of all, or one process with whole batches (``rank`` is None).
 
     With ``alone``, one process computes the whole batches of the steps before that number, and then only the rows of
-    ``rank`` in that step.
+    ``rank`` in that step. With ``by_step``, it computes whole batches by the case's step, even if there is a loss.
     """
 
     options: Options
     rank: int | None
     alone: int | None = None
+    by_step: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -60,6 +61,8 @@ class Step:
     """Before the last call of the optimizer's step; None if there was none."""
     backward: Tensors = field(default_factory=dict)
     """What backward has left in each gradient, before anything else has changed it; in one process only."""
+    after: Tensors = field(default_factory=dict)
+    """The gradients after the last backward, also under ``no_sync()``, where hooks may be held back; in one process."""
     weights: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     drawn_from: str | None = None
@@ -76,6 +79,8 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
     """The names of layers with statistics of this process's batch."""
+    has_both: bool = False
+    """True if the case has a step, and a loss beside it."""
     draws_rows: bool = False
     """True if the case gives each rank its own batches."""
     error: str = ""

@@ -22,12 +22,11 @@ from torch.optim import Optimizer
 
 import lockstep
 from lockstep._base.tree import tree_map
-from lockstep.check.case import Case, batches_of_rank, make_optimizer, run_step, whole_batches
+from lockstep.check.case import Case, batches_of_rank, build, make_optimizer, run_step, whole_batches
 from lockstep.check.dropout import Dropout
 from lockstep.check.job import Job, Options, Record, Step, Tensors
 from lockstep.check.rows import digests_of
 from lockstep.check.wrapping import WRAPS, named_inside, whole
-from lockstep.errors import OptionError
 
 _SEED = 0x10C57E9  # of the function that builds the case; a program that seeds is unlikely to take the same
 
@@ -100,11 +99,10 @@ def _join(job: Job, store: Path) -> None:
 def _train(job: Job, record: Record) -> None:
     options = job.options
     _seed(_SEED)
-    case = options.case.load()()
-    if not isinstance(case, Case):
-        raise OptionError(f"{options.case.name}() returned a {type(case).__name__}; expected a lockstep.check.Case")
+    case = build(options.case)
     model = case.model.double() if options.precision == "float64" else case.model
     record.draws_rows = callable(case.batches)
+    record.has_both = case.step is not None and case.loss is not None
     record.batch_norms = [n for n, each in model.named_modules() if _has_batch_statistics(each)]
     if torch.initial_seed() == _SEED:  # the program has left it to the check
         _seed(_SEED + 1 + (0 if options.dropout == "rows" else job.place[0]))
@@ -137,7 +135,8 @@ class _Recorder:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._noting(name))
-        is_plain = case.step is None or (job.rank is None and case.loss is not None)
+            self._note_after_backward(model)
+        is_plain = case.step is None or (job.rank is None and case.loss is not None and not job.by_step)
         self.model = model if alone and is_plain else self._wrap()(model)
         self.named = model if self.model is model else named_inside(self.model, names)
         self.optimizer = make_optimizer(case, self.model.parameters())
@@ -166,6 +165,8 @@ class _Recorder:
 
     def _is_whole(self) -> bool:
         job = self.job
+        if job.by_step:
+            return False
         return job.rank is None or (job.alone is not None and len(self.record.steps) < job.alone)
 
     def _batches(self) -> Iterator[Any]:
@@ -201,6 +202,16 @@ class _Recorder:
                 self.step.backward[name] = parameter.grad.detach().clone()
 
         return note
+
+    def _note_after_backward(self, model: Module) -> None:
+        backward = torch.autograd.backward
+
+        def noting(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            grads = {name: each.grad for name, each in model.named_parameters()}
+            self.step.after = {name: whole(grad) for name, grad in grads.items() if grad is not None}
+
+        torch.autograd.backward = noting  # of this process, which trains this case and ends
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.step.gradients = {
