@@ -54,7 +54,7 @@ REFUSED = {
         "Cannot specify both process_group and device_mesh arguments. Give the mesh alone",
     ),
     "mesh of two dimensions": ({"device_mesh": mesh(2)}, "Only 1D device mesh is supported, but got namespace"),
-    "mixed precision": ({"mixed_precision": object()}, "mixed_precision must be a torch.nn.parallel"),
+    "mixed precision": ({"mixed_precision": object()}, "Call forward under torch.autocast(...) instead"),
     "policy": ({"buffer_policy": "sum"}, "buffer_policy must be one of rank0, mean, local, got 'sum'"),
     "no policy": ({"buffer_policy": None}, "buffer_policy must be one of rank0, mean, local, got None"),
     "cap of zero": ({"bucket_cap_mb": 0}, "bucket_cap_mb must be over 0 MiB, got 0"),
@@ -86,7 +86,7 @@ def test_what_makes_no_sense_is_refused(given, message):
         ({"bucket_cap_mb": -1}, "bucket_cap_mb must be over 0 MiB, got -1"),
         ({"buffer_policy": "max"}, "buffer_policy must be one of"),
         ({"device_mesh": mesh()}, "Cannot specify both process_group and device_mesh"),
-        ({"mixed_precision": torch.float16}, "torch.autocast around forward needs none"),
+        ({"mixed_precision": torch.float16}, "mixed_precision= is refused: it takes a private class of PyTorch"),
     ],
 )
 def test_both_ways_of_replicating_look_at_the_options(how, given, message):

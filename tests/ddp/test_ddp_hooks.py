@@ -219,6 +219,15 @@ def power_sgd_state(**options):
     return power_sgd.PowerSGDState(None, 4, start_powerSGD_iter=2, min_compression_rate=1, **options)
 
 
+def register_builtin(ddp, kind):
+    """Register PyTorch's hook in C++, or, with lockstep's wrapper, the hook in Python that the error names instead."""
+    if isinstance(ddp, lockstep.DistributedDataParallel):
+        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        ddp.register_comm_hook(None, hooks[kind.name])
+    else:
+        ddp._register_builtin_comm_hook(kind)
+
+
 def hooks_of_torch(rank, implementation):
     make, results = ddp_class(implementation), {}
 
@@ -231,7 +240,7 @@ def hooks_of_torch(rank, implementation):
     for kind in (DDPCommHookType.ALLREDUCE, DDPCommHookType.FP16_COMPRESS):
         run(kind.name, lambda ddp, kind=kind: register_ddp_comm_hook(comm_hook_type=kind, model=ddp, state=rank.group))
     for kind in (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS):
-        run(f"builtin {kind.name}", lambda ddp, kind=kind: ddp._register_builtin_comm_hook(kind))
+        run(f"builtin {kind.name}", lambda ddp, kind=kind: register_builtin(ddp, kind))
     wrapped = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
     run("fp16 wrapper", lambda ddp: ddp.register_comm_hook(rank.group, wrapped))
     state = post_local_sgd.PostLocalSGDState(None, torch.distributed.group.WORLD, start_localSGD_iter=1)

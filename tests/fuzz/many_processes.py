@@ -33,7 +33,6 @@ import torch._dynamo  # else the first checkpoint does, and ranks wait for it lo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
@@ -188,23 +187,19 @@ class Setting(NamedTuple):
     """True if each module has a group of its own."""
     buffers: str = "rank0"
     """The policy for buffers."""
-    mixed: bool = False
-    """True if forward runs in float32."""
     half: bool = False
     """True if layers are in float32, and their gradients travel in float16; the rest is in float64."""
 
     @property
     def options(self) -> dict[str, Any]:
         """What modules are replicated with, but for the group."""
-        mixed = _MixedPrecision(torch.float32, torch.float64, torch.float32) if self.mixed else None
         half = torch.float16 if self.half else None
-        common = {"bucket_cap_mb": self.cap, "buffer_policy": self.buffers}
-        return {**common, "mixed_precision": mixed, "reduce_dtype": half}
+        return {"bucket_cap_mb": self.cap, "buffer_policy": self.buffers, "reduce_dtype": half}
 
     @property
     def exact(self) -> bool:
         """True if gradients are those of float64, but for its rounding."""
-        return not (self.mixed or self.half)
+        return not self.half
 
     def network(self) -> Net:
         """The network, with random weights."""
@@ -1093,7 +1088,7 @@ class Programs:
             "seed": chance.randrange(10**6),
             "layers": (*(chance.randrange(6) for _ in range(chance.randint(1, 3))), 0),
             "module": chance.randrange(self.modules),
-            "past": not self.setting.mixed and chance.random() < 0.25,
+            "past": chance.random() < 0.25,
             "recompute": chance.choice([None, None, None, False, True]),
         }
         chosen |= fixed
@@ -1154,8 +1149,6 @@ class Programs:
 
     def lone_backward(self) -> list[str]:
         """Through a part of a module; the others go through the module."""
-        if self.setting.mixed:  # a part of which takes no inputs in float64
-            return self.train()
         return [f"use.lone_backward({self.some_ranks()}, {_text(self.through_module())})"]
 
     def through_module(self) -> list[list[F]]:
@@ -1185,21 +1178,21 @@ class Programs:
 
     def copied(self) -> list[str]:
         call = self.forward(recompute=None, norm=False, penalty=False)
-        return self.train() if self.setting.mixed else [f"use.copied({self.some_ranks()}, {_call(call)})"]
+        return [f"use.copied({self.some_ranks()}, {_call(call)})"]
 
     def weights(self) -> list[float]:
         return [float(self.chance.randint(1, 9)) for _ in range(self.world)]
 
     def weighted(self) -> list[str]:
         chance = self.chance
-        count, past = chance.randint(1, 3), not self.setting.mixed and chance.random() < 0.4
+        count, past = chance.randint(1, 3), chance.random() < 0.4
         batches, weights = [self.calls(past) for _ in range(count)], [self.weights() for _ in range(count)]
         options = f"{chance.choice([True, False])}, {chance.choice([1, 1, 2])}"
         return [f"use.weighted([{', '.join(map(_text, batches))}], {weights}, {options})", *self.finish()]
 
     def given_up(self) -> list[str]:
         how = self.chance.choice(["module", "none", "in place"])
-        past = not self.setting.mixed and self.chance.random() < 0.4
+        past = self.chance.random() < 0.4
         lines = [f"use.given_up({_text(self.calls(past))}, {self.weights()}, {how!r})"]
         if self.chance.random() < 0.7:
             lines.append(f"use.weighted([{_text(self.calls(past))}], {[self.weights()]})")
@@ -1239,8 +1232,6 @@ class Programs:
         return sorted(self.chance.sample(range(self.world), self.chance.randint(1, self.world - 1)))
 
     def local_grad(self) -> list[str]:
-        if self.setting.mixed:
-            return self.train()
         calls = "[" + ", ".join(map(_call, [self.forward(recompute=None)])) + "]"
         return [f"use.local_grad({self.some_ranks()}, {calls}, fail={self.chance.random() < 0.5})"]
 
@@ -1327,13 +1318,10 @@ def draw(seed: int, length: int, worlds: tuple[int, ...] = (2, 3), device: str =
         processes=chance.random() < 0.15,
         device=device,
         buffers=chance.choice(["rank0"] * 4 + ["mean", "local"]),
-        mixed=chance.random() < 0.1,
     )
-    if setting.mixed:  # its reduction is the module's communication hook
-        setting = setting._replace(comm_hook=False)
     if setting.modules == 2 and setting.backend == "gloo" and not device and chance.random() < 0.4:
         setting = setting._replace(own_groups=True)
-    if not (setting.mixed or setting.comm_hook) and random.Random(f"half {seed}").random() < 0.15:
+    if not setting.comm_hook and random.Random(f"half {seed}").random() < 0.15:
         setting = setting._replace(half=True)
     return Programs(seed, setting).draw(length), setting
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
@@ -398,26 +397,6 @@ def test_backward_with_a_graph():
     assert all(run_ranks(3, with_graph, torch.bfloat16))
 
 
-def with_mixed_precision(rank, half):
-    config = _MixedPrecision(param_dtype=torch.bfloat16)
-    model = lockstep.DistributedDataParallel(
-        rank.make(lambda: nn.Linear(2, 1, bias=False)),
-        process_group=rank.group,
-        mixed_precision=config,
-        reduce_dtype=half,
-    )
-    with count_collectives(rank) as sent:
-        model(torch.full((1, 2), 2.0**-8 if rank.rank else 1.0)).sum().backward()
-    return model.module.weight.grad.tolist(), [each.name for each in sent if each.name == "all_to_all_single"]
-
-
-def test_mixed_precision_sends_in_this_dtype():
-    """Its own way, an all-reduce in bfloat16, rounds at every rank."""
-    assert (
-        run_ranks(4, with_mixed_precision, torch.bfloat16) == [([[(1 + 2.0**-6) / 4] * 2], ["all_to_all_single"])] * 4
-    )
-
-
 # ---------------------------------------------------------------------------------- what is communicated
 
 
@@ -448,12 +427,6 @@ def test_only_half_precision():
     for dtype in (torch.float32, torch.float64, "bfloat16", torch.float8_e4m3fn):
         with pytest.raises(OptionError, match=r"reduce_dtype must be torch.bfloat16 or torch.float16, or None"):
             lockstep.replicate(nn.Linear(1, 1), reduce_dtype=dtype)
-    with pytest.raises(OptionError, match=r"reduce_dtype=torch\.float16 was given, and mixed_precision has"):
-        lockstep.replicate(
-            nn.Linear(1, 1),
-            reduce_dtype=torch.float16,
-            mixed_precision=_MixedPrecision(torch.float16, torch.float16),
-        )
 
 
 def registers(rank):

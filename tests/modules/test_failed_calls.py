@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel.distributed import _MixedPrecision
 
 import lockstep
 from lockstep.distributed.comm import collectives
@@ -152,10 +151,6 @@ def by_shares(module, rank, **options):
     return lockstep.replicate(module, process_group=rank.group, shares=2, loss="mean", **options)
 
 
-def mixed(module, rank):
-    return by_replicate(module, rank, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-
-
 def check_means(module, rank):
     module.zero_grad()
     module.first(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
@@ -166,7 +161,6 @@ WAYS = {
     "beside another": (by_replicate, HookedNet),
     "wrapper": (by_wrapper, HookedNet),
     "shares": (by_shares, Net),
-    "mixed precision": (mixed, HookedNet),
 }
 
 
@@ -185,7 +179,7 @@ WAYS = {
     [
         "wrapper",
         "shares",
-        *(pytest.param(way, marks=pytest.mark.around) for way in ("beside another", "mixed precision")),
+        pytest.param("beside another", marks=pytest.mark.around),
     ],
 )
 def test_an_exception_at_any_place(way, failing, hosts, stride):

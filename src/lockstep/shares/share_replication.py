@@ -185,7 +185,6 @@ class ShareReplication(Replication):
 
 
 _WITHOUT = {
-    "mixed_precision": None,
     "delay_all_reduce_named_params": None,
     "buffer_policy": "rank0",
     "bucket_cap_mb": None,

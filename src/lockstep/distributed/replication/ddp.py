@@ -1,24 +1,19 @@
 """``DistributedDataParallel``: a wrapper with PyTorch's interface, implemented by ``replicate()``.
 
-:class:`CompatibleNames` has the attributes that say how the wrapper was made, and the private methods that training
-frameworks call: ``_set_static_graph``, ``_set_params_and_buffers_to_ignore_for_model``,
-``_register_builtin_comm_hook``, ``_register_buffer_comm_hook``, ``_distributed_rank``, ``will_sync_module_buffers``,
-``_remove_autograd_hooks``, and ``_get_ddp_logging_data`` with the entries that do not come from PyTorch's own reducer.
+:class:`CompatibleNames` has the attributes that say how the wrapper was made, and the few private names that training
+frameworks and PyTorch's own code read. All others are refused by name (``ddp_compat.py``).
 """
 
 import copy
 import dataclasses
 import functools
-import warnings
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -33,24 +28,14 @@ from lockstep.distributed.comm.groups import (
     global_ranks,
     resolve_group,
 )
-from lockstep.distributed.reduction.buckets.comm_hooks import name_of
-from lockstep.distributed.reduction.buckets.plan import MIB, ReductionPlan
+from lockstep.distributed.reduction.buckets.plan import ReductionPlan
 from lockstep.distributed.reduction.module.buffer_sync import Policy
-from lockstep.distributed.replication.ddp_compat import (
-    INSTEAD,
-    BufferHook,
-    BufferHookLocation,
-    CompatibleLogger,
-    CompatibleReducer,
-    check_buffer_hook,
-)
+from lockstep.distributed.replication.ddp_compat import INSTEAD, LoggingData, UnneededCalls
 from lockstep.distributed.replication.join import ShadowHook, enter_iteration
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import register
 from lockstep.errors import CommunicationError, HookError, NotReplicableError, OptionError
-
-_BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
 
 
 def _option(name: str) -> Any:
@@ -58,7 +43,7 @@ def _option(name: str) -> Any:
 
 
 class CompatibleNames:
-    """Attributes and private methods of PyTorch's wrapper that programs use in training."""
+    """The attributes of PyTorch's wrapper that frameworks, and PyTorch's own code, read from a wrapper in training."""
 
     module: Any
     _options: Options
@@ -69,20 +54,14 @@ class CompatibleNames:
     lazy_bucket_allocation = _option("lazy_bucket_allocation")
     skip_all_reduce_unused_params = _option("skip_all_reduce_unused_params")
     static_graph = _option("static_graph")
-    mixed_precision = _option("mixed_precision")
     forward_sync_buffers = broadcast_buffers = _option("syncs_buffers")
 
     _active_ddp_module = None  # read by the compiler from PyTorch's class, for the backward of PyTorch's wrapper
-    _buffer_hook: BufferHook | None = None
-    _divide_by_initial_world_size = True
-    _error = ""
-    _hooks_removed = False
     _relied_on: ReductionPlan | None = None
-    _use_python_reducer = False
-    use_side_stream_for_tensor_copies = False
     dim = 0
-    broadcast_bucket_size = 250 * MIB
-    require_forward_param_sync = True
+    mixed_precision = None
+    require_forward_param_sync = True  # set by Accelerate and Lightning, and without effect
+    reducer = UnneededCalls()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -112,70 +91,9 @@ class CompatibleNames:
         return next(iter(self.module.parameters())).device  # type: ignore[no-any-return]
 
     @property
-    def device_type(self) -> str:
-        """The type of :attr:`device`."""
-        return self.device.type
-
-    @property
-    def is_multi_device_module(self) -> bool:
-        """True if parameters are on more than one device."""
-        return len({parameter.device for parameter in self.module.parameters()}) > 1
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """The size of a bucket in bytes."""
-        return self._options.caps[-1]
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """The sizes in ``bucket_cap_mb_list``, in bytes."""
-        return list(self._options.caps) if self._options.bucket_cap_mb_list else []
-
-    @property
-    def bucket_bytes_cap_default(self) -> bool:
-        """True if no size was given."""
-        return self._options.bucket_cap_mb is None and not self._options.bucket_cap_mb_list
-
-    @property
-    def parameters_to_ignore(self) -> set[str]:
-        """Names of parameters and buffers that are not replicated."""
-        marked = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        return {*self._options.params_and_buffers_to_ignore, *marked}
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        """The replicated buffers, by name."""
-        ignored = self.parameters_to_ignore
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The replicated buffers."""
-        return list(self.named_module_buffers.values())
-
-    @property
-    def _module_parameters(self) -> list[Parameter]:
-        ignored = self.parameters_to_ignore
-        return [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
-
-    @property
-    def _delay_all_reduce_params(self) -> list[Parameter]:
-        return [parameter for _, parameter in self._options.delay_all_reduce_named_params or ()]
-
-    @property
     @abstractmethod
     def _replication(self) -> ReducerReplication:
         """The replication of the wrapper."""
-
-    @property
-    def reducer(self) -> CompatibleReducer:
-        """The object for calls that programs make between forward and backward, which do nothing."""
-        return CompatibleReducer(self)
-
-    @property
-    def logger(self) -> CompatibleLogger:
-        """The object with the data of :meth:`_get_ddp_logging_data`, and with logging calls, which do nothing."""
-        return CompatibleLogger(self)
 
     @property
     def process_group(self) -> Group:
@@ -183,17 +101,12 @@ class CompatibleNames:
         return self._replication.group
 
     @property
-    def _comm_hooks(self) -> list[tuple[Any, Any]]:
-        hook = self._replication.hook
-        return [] if hook is None else [(hook.call, hook.state)]
-
-    @property
     def _has_rebuilt_buckets(self) -> bool:
         """True if buckets are final. A hook that reads this (ZeRO's) relies on the buckets from then on."""
         reducer = self._replication.reducer
         plan = None if reducer is None else reducer.common.plan.current
         if self._relied_on is not None and plan != self._relied_on:
-            rank = global_ranks(self.process_group)[self._distributed_rank]
+            rank = global_ranks(self.process_group)[self.process_group.rank()]
             raise HookError(
                 f"rank {rank}: a hook keeps what the buckets held, and they have changed: a parameter was unfrozen, "
                 "added, replaced, or used for the first time or several times in one backward. "
@@ -208,112 +121,9 @@ class CompatibleNames:
     def _get_active_ddp_module(cls) -> None:
         """Return None: the compiler does not have to split its graphs at the ends of PyTorch's buckets."""
 
-    @staticmethod
-    def _get_data_parallel_params(module: Module, named_params: bool = False) -> Iterator[Any]:
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
-
-    def will_sync_module_buffers(self) -> bool:
-        """Return True if buffers will be made equal at the end of the next backward that synchronises."""
-        reducer = self._replication.reducer
-        return reducer is not None and reducer.rank_state.requires_sync and bool(reducer.buffers.buffers)
-
-    def _check_reducer_finalized(self) -> None:
-        self.reducer._check_reducer_finalized()
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing: outputs are never cloned."""
-
-    def _note_error(self, error: str) -> None:
-        self._error = error
-
-    def _remove_autograd_hooks(self) -> None:
-        """Stop synchronising for good: gradients stay local to each rank from now on."""
-        self._replication.set_requires_gradient_sync(False)
-        self._hooks_removed = True
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Any, comm_hook_location: Any = BufferHookLocation.POST_FORWARD
-    ) -> None:
-        """Let ``hook(state, buffers)`` make buffers equal, before or after each forward, instead of the policy."""
-        check_buffer_hook(hook, comm_hook_location)
-        reducer = self._replication.started_reducer
-        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
-        reducer.buffers.leave()
-
-    def _run_buffer_hook(self, location: BufferHookLocation) -> None:
-        hook = self._buffer_hook
-        assert hook is not None
-        if hook.location is location and self.require_forward_param_sync and self.forward_sync_buffers:
-            reducer = self._replication.reducer
-            if reducer is not None and reducer.buffers.buffers:
-                hook.run(reducer.buffers.buffers)
-        if location is BufferHookLocation.POST_FORWARD:
-            self.require_forward_param_sync = torch.is_grad_enabled() and self._replication.requires_sync
-
-    @property
-    def _distributed_rank(self) -> int:
-        return int(self.process_group.rank())
-
-    def _set_static_graph(self) -> None:
-        if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
-            return
-        reducer = self._replication.reducer
-        if reducer is not None and reducer.rounds:
-            raise OptionError(
-                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
-                "constructed; it is not needed here"
-            )
-        self._options = dataclasses.replace(self._options, static_graph=True)
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        names = list(params_and_buffers_to_ignore)
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in names:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        hook = _BUILTIN.get(getattr(comm_hook_type, "name", ""))
-        if hook is None:
-            raise HookError(f"expected a dist.BuiltinCommHookType, got {comm_hook_type!r}")
-        self._replication.register_comm_hook(self.process_group, hook)
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        options, replication = self._options, self._replication
-        reducer = replication.started_reducer
-        trained = [member.spec for member in reducer.parameters if member.parameter.requires_grad]
-        error = self._error or reducer.error
-        return {
-            "world_size": reducer.collectives.world,
-            "rank": reducer.collectives.rank,
-            "module_name": type(self.module).__name__,
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(options.find_unused_parameters),
-            "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "is_multi_device_module": int(self.is_multi_device_module),
-            "iteration": reducer.rounds,
-            "can_set_static_graph": int(reducer.rank_state.is_static and reducer.rounds > 0),
-            "has_error": int(bool(error)),
-            **({"error": error} if error else {}),
-            "num_parameter_tensors": len(trained),
-            "total_parameter_size_bytes": sum(spec.nbytes for spec in trained),
-            "bucket_sizes": ", ".join(str(bucket.layout.nbytes) for bucket in reducer.common.plan.current.buckets),
-            "join_uneven_inputs": int(hasattr(self, "_authoritative_rank") or self._join_config.enable),
-            **({} if replication.hook is None else {"comm_hook": name_of(replication.hook.call)}),
-        }
+    def _get_ddp_logging_data(self) -> LoggingData:
+        """Return what Lightning asks when training ends: whether ``static_graph=True`` would help. It never does."""
+        return LoggingData(can_set_static_graph=0)
 
 
 M = TypeVar("M", bound=Module)
@@ -350,9 +160,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         delay_all_reduce_named_params: Pairs of name and parameter; their gradients are sent last.
         param_to_hook_all_reduce: Required with ``delay_all_reduce_named_params``. The delayed gradients are sent at the
             end of backward.
-        mixed_precision: A ``torch.nn.parallel.distributed._MixedPrecision``. Forward runs with copies of parameters,
-            inputs and buffers in its dtypes, and gradients are sent in its reduce dtype. Parameters, buffers and
-            ``.grad`` keep their dtypes.
+        mixed_precision: Refused, unless None: use ``torch.autocast`` around forward, and ``reduce_dtype``.
         device_mesh: One dimension of a ``DeviceMesh``, instead of ``process_group``.
         skip_all_reduce_unused_params: Not needed: parameters that no rank has ever used are not sent.
         bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further buckets.
@@ -441,10 +249,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         replication = ReducerReplication(self.module, self._options, (), taking_over=True)
         replication.start(lambda undo: register(self, replication, undo))
         self._held = replication
-        if self._buffer_hook is not None and replication.reducer is not None:
-            replication.reducer.buffers.leave()
-        if self._hooks_removed:
-            replication.set_requires_gradient_sync(False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign; a module in place of the wrapped one may be used without gradients, but not trained."""
@@ -470,12 +274,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
             )
         if self._join_config.enable:
             enter_iteration(self, replication.started_reducer)
-        if self._buffer_hook is not None:
-            self._run_buffer_hook(BufferHookLocation.PRE_FORWARD)
         inputs, kwargs = replication.before_forward(self.module, inputs, kwargs)
         outputs = self.module(*inputs, **kwargs)
-        if self._buffer_hook is not None:
-            self._run_buffer_hook(BufferHookLocation.POST_FORWARD)
         replication.after_forward(self.module, inputs, outputs)
         return outputs
 
@@ -487,8 +287,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Let backward passes that begin from now on synchronise, or accumulate gradients on this rank if False."""
-        if requires_gradient_sync and self._hooks_removed:
-            raise OptionError("_remove_autograd_hooks() has ended synchronising for good; wrap wrapper.module anew")
         self._replication.set_requires_gradient_sync(requires_gradient_sync)
 
     @property
@@ -535,11 +333,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook for a rank that has run out of batches; called by
         ``torch.distributed.algorithms.join.Join``."""
-        if self._buffer_hook is not None:
-            raise OptionError(
-                "join() and _register_buffer_comm_hook() do not go together: a rank that has run out of batches calls "
-                "no forward, so the others' hooks would wait for it. Use buffer_policy"
-            )
         by_all = bool(kwargs.get("divide_by_initial_world_size", True))
         return ShadowHook(self, self._replication.started_reducer, by_all)
 

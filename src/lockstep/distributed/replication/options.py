@@ -17,7 +17,6 @@ from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.comm.half_precision import HALF_PRECISION
 from lockstep.distributed.reduction.buckets.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.distributed.reduction.module.buffer_sync import POLICIES, Policy
-from lockstep.distributed.replication.mixed_precision import check_mixed_precision
 from lockstep.errors import OptionError
 
 
@@ -50,7 +49,7 @@ class Options:
     skip_all_reduce_unused_params: bool = False
     delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None
     param_to_hook_all_reduce: Parameter | None = None
-    mixed_precision: Any = None
+    mixed_precision: None = None
     reduce_dtype: torch.dtype | None = None
     buffer_policy: Policy = "rank0"
     params_and_buffers_to_ignore: Collection[str] = ()
@@ -72,7 +71,11 @@ class Options:
         self._check_values()
 
     def _check_values(self) -> None:
-        check_mixed_precision(self.mixed_precision)
+        if self.mixed_precision is not None:
+            raise OptionError(
+                "mixed_precision= is refused: it takes a private class of PyTorch. Call forward under "
+                "torch.autocast(...) instead; reduce_dtype=torch.bfloat16 sends gradients in half precision"
+            )
         self._check_reduce_dtype()
         if self.buffer_policy not in POLICIES:
             raise OptionError(f"buffer_policy must be one of {', '.join(POLICIES)}, got {self.buffer_policy!r}")
@@ -88,12 +91,6 @@ class Options:
             raise OptionError(
                 f"reduce_dtype must be {' or '.join(map(str, HALF_PRECISION))}, or None for the parameters' own dtype; "
                 f"got {self.reduce_dtype!r}"
-            )
-        twice = getattr(self.mixed_precision, "reduce_dtype", None)
-        if self.reduce_dtype is not None and twice is not None:
-            raise OptionError(
-                f"reduce_dtype={self.reduce_dtype} was given, and mixed_precision has reduce_dtype={twice}, too; leave "
-                "out that of mixed_precision, whose sums are rounded more than once"
             )
 
     def warn_deprecated(self, stacklevel: int) -> None:
@@ -154,7 +151,6 @@ class Options:
         return [
             ("option bucket_cap_mb", str(self.caps)),
             ("option buffer_policy", self.policy),
-            ("option mixed_precision", str(self.mixed_precision)),
             ("option reduce_dtype", str(self.reduce_dtype)),
             ("option init_sync", f"{self.init_sync}, buffers {self.syncs_buffers_at_start}"),
             ("option delay_all_reduce_named_params", str([n for n, _ in self.delay_all_reduce_named_params or ()])),

@@ -28,7 +28,6 @@ from lockstep.distributed.reduction.module.selection import Contents, Selection
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.report.pass_log import ForwardMark, note_compiled
 from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.replication.options import Options, outputs_in
 from lockstep.distributed.replication.replication import Replication, replication_of
 from lockstep.errors import CommunicationError, HookError, NotReplicableError, OptionError
@@ -61,10 +60,6 @@ class ReducerReplication(Replication):
         """True if backward passes that begin from now on synchronise."""
         self.hook: Hook | None = None
         """The communication hook."""
-        dtype = None if options.mixed_precision is None else reduce_dtype(options.mixed_precision)
-        if dtype is not None and options.reduce_dtype is None:
-            self.hook = Hook(None, ReduceIn(dtype))
-        self._casts: Casts | None = None
         self._buffer_versions: list[int] | None = None  # before a forward, once all parameters were found to be frozen
         self._buffers_drift = False
 
@@ -126,9 +121,6 @@ class ReducerReplication(Replication):
         parameters.attach(reducer)
         undo.callback(self._forget_reducer)
         self.reducer = reducer
-        if options.mixed_precision is not None:
-            self._casts = Casts(self._selection.module, options.mixed_precision, self._selection.left_alone())
-            self._casts.attach(self._selection.module, undo)
         if self.hook is not None:
             common.register_hook(self.hook)
         if scheduler.decisions.is_padding:
@@ -155,7 +147,7 @@ class ReducerReplication(Replication):
         self.started_reducer.retire()
 
     def _forget_reducer(self) -> None:
-        self.reducer = self._casts = None
+        self.reducer = None
 
     def _scan(self) -> Callable[[], BufferSet]:
         """Return a function that finds the module's present buffers, without keeping the module alive."""
@@ -188,8 +180,6 @@ class ReducerReplication(Replication):
                     self._buffer_versions = reducer.buffers.versions()
         if self._moves_inputs:
             args, kwargs = self._moved(args, kwargs)
-        if self._casts is not None:
-            args, kwargs = self._casts.inputs(args), self._casts.inputs(kwargs)
         return args, kwargs
 
     def after_forward(self, module: Module, args: object, outputs: Any) -> None:
