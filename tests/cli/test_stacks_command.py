@@ -145,6 +145,10 @@ def test_a_wrong_call_is_told_from_a_failure(capsys):
     assert caught.value.code == 2
     assert capsys.readouterr().err == "lockstep: there is no 'stack': did you mean stacks?; see lockstep --help\n"
     with pytest.raises(SystemExit) as caught:
+        main(["trace", "traces"])
+    assert caught.value.code == 2
+    assert "there is no 'trace' any more: record the ranks with torch.profiler" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2
     assert "COMMAND" in capsys.readouterr().err

@@ -7,9 +7,14 @@ import io
 import json
 import os
 import re
+import runpy
+import time
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
+import lockstep
 from example_programs import EXAMPLES, run_script_in_ranks
 from processes import RankEndedError, run_processes
 
@@ -71,6 +76,26 @@ def test_adapters_first_and_more_layers_later():
     assert re.findall(r"([\d,]+) of [\d,]+ weights trained", first) == ["26,122", "4,688", "5,978"]
     half, adapters, more = percents(first)
     assert half < 55 < adapters < more
+
+
+def record(rank, folder):
+    model = lockstep.replicate(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    model(torch.ones(2, 4)).sum().backward()  # in the first round, ranks wait for each other to compare what they have
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(2):
+            loss = model(torch.ones(2, 4)).sum()
+            torch.distributed.barrier()
+            if rank.rank == 1:
+                time.sleep(0.3)  # what is measured: rank 1 is late
+            loss.backward()
+    profiler.export_chrome_trace(f"{folder}/rank{rank.rank}.json")
+
+
+def test_the_rank_for_which_the_others_waited(tmp_path):
+    run_processes(2, record, str(tmp_path), backend="gloo")
+    first, second = runpy.run_path(str(EXAMPLES / "waits.py"))["waited_for"](tmp_path).items()
+    assert (first[0], second[0]) == ("rank0.json", "rank1.json")
+    assert second[1] > first[1]
 
 
 def run_cells(rank, cells: list[str], folder: str) -> str:

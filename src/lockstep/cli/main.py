@@ -7,11 +7,18 @@ from collections.abc import Sequence
 import torch
 
 import lockstep
-from lockstep.cli import bench, check, doctor, run, runs, stacks, trace
+from lockstep.cli import bench, check, doctor, run, runs, stacks
 from lockstep.cli.parser import Parser
 from lockstep.errors import CheckError, LockstepError, OptionError
 
-SUBCOMMANDS = (run, check, doctor, bench, trace, stacks, runs)
+SUBCOMMANDS = (run, check, doctor, bench, stacks, runs)
+_REMOVED = {
+    "trace": (
+        "record the ranks with torch.profiler, and read what they have written as docs/command.md shows "
+        '("Who waited for whom")'
+    ),
+}
+"""Subcommands of earlier versions, and what to do instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for subcommand in SUBCOMMANDS:
         subcommand.add_to(subparsers)
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in _REMOVED:
+        parser.error(f"there is no {words[0]!r} any more: {_REMOVED[words[0]]}")
+    options = parser.parse_args(words)
     try:
         return int(options.call(options))
     except LockstepError as error:
