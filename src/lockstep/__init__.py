@@ -6,12 +6,15 @@ devices), ``lockstep.distributed`` (many processes), ``lockstep.loop`` (function
 between the ranks), ``lockstep.checkpoints`` (saving and resuming) and ``lockstep.errors``.
 """
 
+import os as _os
+
 from lockstep import distributed as distributed
 from lockstep import errors as errors
 from lockstep import local as local
 from lockstep import loop as loop
 from lockstep import sharding as sharding
 from lockstep import shares as shares
+from lockstep._base.debug import print_rooms as _print_rooms
 from lockstep._base.moved import where_it_is as _where_it_is
 from lockstep.checkpoints import ResumableSampler as ResumableSampler
 from lockstep.checkpoints import resume as resume
@@ -53,6 +56,7 @@ __all__ = [
 ]
 
 _register_backend()
+_print_rooms(_os.environ.get("LOCKSTEP_DEBUG", ""))
 
 
 def __dir__() -> list[str]:

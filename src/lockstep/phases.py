@@ -4,6 +4,7 @@ Every phase is a ``torch.profiler`` label ``lockstep::phase (detail)`` while a p
 public statistics, and is listed, with its replica, in timelines.
 """
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from typing import NamedTuple
 
 from torch.autograd import profiler
 from torch.profiler import record_function
+
+printed_rooms: set[str] = set()
+"""The rooms whose phases are printed: see ``_base/debug.py``."""
 
 
 class Event(NamedTuple):
@@ -37,15 +41,20 @@ class Statistics:
 class Phases:
     """The phases of one owner (a ``DataParallel``, a replica set): entered with :meth:`phase`, from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: str = "rounds") -> None:
+        """``LOCKSTEP_DEBUG`` prints the phases with those of ``room``."""
+        self.room = room
         self.lock = threading.Lock()
         self.tallies: dict[str, _Tally] = defaultdict(_Tally)
         self.timelines: list[list[Event]] = []
 
-    def phase(self, name: str, detail: str = "", replica: int | None = None) -> "_Phase":
+    def phase(self, name: str, detail: str = "", replica: int | None = None) -> "_TimedPhase":
         """Return a context manager around one phase."""
         # A label costs 5 us even if no profiler records it; the flag belongs to the whole process.
-        return _Phase(self, name, replica, _label(name, detail, replica) if profiler._is_profiler_enabled else None)
+        label = record_function(_text(name, detail, replica)) if profiler._is_profiler_enabled else None
+        if self.room in printed_rooms:
+            return _PrintedPhase(self, name, replica, label, _text(name, detail, replica))
+        return _TimedPhase(self, name, replica, label)
 
     def statistics(self) -> Statistics:
         """Return a copy of the counts and times so far."""
@@ -76,7 +85,7 @@ class _Tally:
         self.seconds = 0.0
 
 
-class _Phase:
+class _TimedPhase:
     """One phase: a context manager."""
 
     __slots__ = ("label", "name", "owner", "replica", "start")
@@ -107,7 +116,26 @@ class _Phase:
                 events.append(Event(self.name, self.replica, self.start, end))
 
 
-def _label(name: str, detail: str, replica: int | None) -> record_function:
+class _PrintedPhase(_TimedPhase):
+    """A phase that is printed when it ends."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, owner: Phases, name: str, replica: int | None, label: record_function | None, text: str) -> None:
+        super().__init__(owner, name, replica, label)
+        self.text = text
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        ended = "" if kind is None else f", ended by {kind.__name__}"
+        logging.getLogger(f"lockstep.{self.owner.room}").debug(
+            "%s: %.3f ms%s", self.text, 1e3 * (perf_counter() - self.start), ended
+        )
+
+
+def _text(name: str, detail: str, replica: int | None) -> str:
     if replica is not None:
         detail = f"replica {replica}" + (f", {detail}" if detail else "")
-    return record_function(f"lockstep::{name} ({detail})" if detail else f"lockstep::{name}")
+    return f"lockstep::{name} ({detail})" if detail else f"lockstep::{name}"

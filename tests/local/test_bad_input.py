@@ -551,7 +551,7 @@ def caller_waits(record):
     return True
 
 if "twice" in sys.argv:
-    logging.getLogger("lockstep").addFilter(caller_waits)
+    logging.getLogger("lockstep.local").addFilter(caller_waits)
 signal.signal(signal.SIGINT, handler)
 net = Net()
 parallel, x = DataParallel(net, ["cpu", "cpu"]), torch.arange(2.0)[:, None]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import processes  # starts the server that processes are forked off
 from lockstep.distributed import ProcessGroupShm, ShmOptions
 from lockstep.shm import rendezvous, runtime
-from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.arithmetic import TensorReduction
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.peers import Peers
 from lockstep.shm.staging import Staging
@@ -124,7 +124,7 @@ def _half_sent(peers: Peers, message: bytes) -> None:
     _die()
 
 
-def _half_reduced(reduction: Reduction, sources: Any, out: torch.Tensor) -> None:
+def _half_reduced(reduction: TensorReduction, sources: Any, out: torch.Tensor) -> None:
     out[: out.numel() // 2] = 0.5
     _die()
 
@@ -148,9 +148,9 @@ def prepare(kill: Kill) -> None:
         case "receives":
             Peers._receive = _after(n, Peers._receive, before=False)
         case "reduces":
-            Reduction.__call__ = _late(n, Reduction.__call__, _half_reduced)
+            TensorReduction.__call__ = _late(n, TensorReduction.__call__, _half_reduced)
         case "has reduced":
-            Reduction.__call__ = _after(n, Reduction.__call__, before=False)
+            TensorReduction.__call__ = _after(n, TensorReduction.__call__, before=False)
         case "puts":
             Staging.own_data = _after(n, Staging.own_data, before=False)
         case "announces memory":  # the descriptor does not follow, to one rank or more

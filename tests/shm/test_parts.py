@@ -19,10 +19,10 @@ import torch.distributed as dist
 from lockstep._base.network import host_identity
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
 from lockstep.shm import arguments, arithmetic, messages, one_host, peers, staging
-from lockstep.shm.messages import Descriptor, Kind, MessageKind, Op
+from lockstep.shm.messages import CollectiveKind, Descriptor, MessageKind, Op
 from lockstep.shm.peers import LONGEST, Peers
 from lockstep.shm.rendezvous import meet
-from lockstep.shm.staging import PAGE_BYTES, Pool
+from lockstep.shm.staging import PAGE_BYTES, StagingPool
 from lockstep.shm.works import ShmWork, WorkQueue
 
 DTYPES = list(messages._codes())
@@ -46,7 +46,7 @@ def error_of(function, *args):
 # --------------------------------------------------------------------------------------- descriptors
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", CollectiveKind)
 def test_a_descriptor_is_the_same_after_its_journey(kind):
     for op, dtype, numel in itertools.product(Op, DTYPES, [0, 1, 2**40]):
         said = Descriptor(kind, dtype, numel, op, root=numel % 7, tensors=1 + numel % 1000)
@@ -56,14 +56,14 @@ def test_a_descriptor_is_the_same_after_its_journey(kind):
 
 
 def test_every_field_of_a_descriptor_matters_to_the_comparison_and_its_place_does_not():
-    usual = Descriptor(Kind.REDUCE, torch.float32, 6, Op.MAX, 1, 2)
+    usual = Descriptor(CollectiveKind.REDUCE, torch.float32, 6, Op.MAX, 1, 2)
     others = [
-        Descriptor(Kind.ALL_REDUCE, torch.float32, 6, Op.MAX, 1, 2),
-        Descriptor(Kind.REDUCE, torch.float64, 6, Op.MAX, 1, 2),
-        Descriptor(Kind.REDUCE, torch.float32, 7, Op.MAX, 1, 2),
-        Descriptor(Kind.REDUCE, torch.float32, 6, Op.MIN, 1, 2),
-        Descriptor(Kind.REDUCE, torch.float32, 6, Op.MAX, 0, 2),
-        Descriptor(Kind.REDUCE, torch.float32, 6, Op.MAX, 1, 3),
+        Descriptor(CollectiveKind.ALL_REDUCE, torch.float32, 6, Op.MAX, 1, 2),
+        Descriptor(CollectiveKind.REDUCE, torch.float64, 6, Op.MAX, 1, 2),
+        Descriptor(CollectiveKind.REDUCE, torch.float32, 7, Op.MAX, 1, 2),
+        Descriptor(CollectiveKind.REDUCE, torch.float32, 6, Op.MIN, 1, 2),
+        Descriptor(CollectiveKind.REDUCE, torch.float32, 6, Op.MAX, 0, 2),
+        Descriptor(CollectiveKind.REDUCE, torch.float32, 6, Op.MAX, 1, 3),
     ]
     message = usual.pack()
     messages.compare(
@@ -78,7 +78,7 @@ def test_every_field_of_a_descriptor_matters_to_the_comparison_and_its_place_doe
 
 
 def test_the_place_of_a_tensor_travels_with_the_message():
-    message = Descriptor(Kind.ALL_REDUCE).pack()
+    message = Descriptor(CollectiveKind.ALL_REDUCE).pack()
     for place in [None, (0, 0), (7, 2**50)]:
         assert messages.location_of(messages.with_location(message, place)) == place
 
@@ -86,13 +86,22 @@ def test_the_place_of_a_tensor_travels_with_the_message():
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        (Descriptor(Kind.BARRIER), "barrier"),
-        (Descriptor(Kind.ALL_REDUCE, torch.bfloat16, 5, Op.AVG), "all_reduce(5 elements, torch.bfloat16, AVG)"),
-        (Descriptor(Kind.ALL_REDUCE, torch.int8, 5, tensors=3), "all_reduce(5 elements in 3 tensors, torch.int8, SUM)"),
-        (Descriptor(Kind.REDUCE, torch.int8, 5, Op.BOR, 2), "reduce(5 elements, torch.int8, BOR, to rank 2)"),
-        (Descriptor(Kind.BROADCAST, torch.bool, 0, root=3), "broadcast(0 elements, torch.bool, from rank 3)"),
-        (Descriptor(Kind.ALL_GATHER, torch.cfloat, 1), "all_gather(1 elements, torch.complex64)"),
-        (Descriptor(Kind.REDUCE_SCATTER, torch.half, 9, Op.MIN), "reduce_scatter(9 elements, torch.float16, MIN)"),
+        (Descriptor(CollectiveKind.BARRIER), "barrier"),
+        (
+            Descriptor(CollectiveKind.ALL_REDUCE, torch.bfloat16, 5, Op.AVG),
+            "all_reduce(5 elements, torch.bfloat16, AVG)",
+        ),
+        (
+            Descriptor(CollectiveKind.ALL_REDUCE, torch.int8, 5, tensors=3),
+            "all_reduce(5 elements in 3 tensors, torch.int8, SUM)",
+        ),
+        (Descriptor(CollectiveKind.REDUCE, torch.int8, 5, Op.BOR, 2), "reduce(5 elements, torch.int8, BOR, to rank 2)"),
+        (Descriptor(CollectiveKind.BROADCAST, torch.bool, 0, root=3), "broadcast(0 elements, torch.bool, from rank 3)"),
+        (Descriptor(CollectiveKind.ALL_GATHER, torch.cfloat, 1), "all_gather(1 elements, torch.complex64)"),
+        (
+            Descriptor(CollectiveKind.REDUCE_SCATTER, torch.half, 9, Op.MIN),
+            "reduce_scatter(9 elements, torch.float16, MIN)",
+        ),
     ],
 )
 def test_a_descriptor_in_words(said, text):
@@ -100,7 +109,7 @@ def test_a_descriptor_in_words(said, text):
 
 
 def test_a_disagreement_names_each_rank_with_what_it_said():
-    a, b = (Descriptor(Kind.ALL_GATHER, numel=n).pack() for n in (3, 4))
+    a, b = (Descriptor(CollectiveKind.ALL_GATHER, numel=n).pack() for n in (3, 4))
     assert messages.said_by([a, a], [2, 9]) == {"all_gather(3 elements, torch.uint8)": [2, 9]}
     said = messages.said_by([a, b, a], [9, 5, 2])
     text = str(messages.disagreement(said))
@@ -146,7 +155,7 @@ def test_reductions_are_in_rank_order_wherever_their_result_goes(ranks):
         for place in [None, *range(ranks)]:  # in a tensor of its own, or in one of the sources
             xs = sources(dtype, ranks)
             out = torch.empty_like(expected) if place is None else xs[place]
-            arithmetic.Reduction(op, dtype)(xs, out)
+            arithmetic.TensorReduction(op, dtype)(xs, out)
             assert torch.equal(out, expected), (dtype, op, place)
             for left, x in zip(xs, sources(dtype, ranks), strict=True):
                 assert left is out or torch.equal(left, x)
@@ -155,10 +164,10 @@ def test_reductions_are_in_rank_order_wherever_their_result_goes(ranks):
 def test_half_precision_is_rounded_once():
     xs = [torch.full((4,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
     out = torch.empty_like(xs[0])
-    arithmetic.Reduction(Op.SUM, torch.bfloat16)(xs, out)
+    arithmetic.TensorReduction(Op.SUM, torch.bfloat16)(xs, out)
     assert out.tolist() == [258.0] * 4  # with a rounding after each, 256
     xs = [torch.full((4,), 40000.0, dtype=torch.float16) for _ in range(3)]
-    arithmetic.Reduction(Op.AVG, torch.float16)(xs, xs[0])
+    arithmetic.TensorReduction(Op.AVG, torch.float16)(xs, xs[0])
     assert xs[0].tolist() == [40000.0] * 4
 
 
@@ -167,7 +176,7 @@ def test_what_cannot_be_reduced_is_said_with_dtype_and_operation():
     for op, dtype in cases:
         for _ in range(2):
             with pytest.raises(OptionError, match=f"cannot reduce {dtype} with {op.name}"):
-                arithmetic.Reduction(op, dtype)
+                arithmetic.TensorReduction(op, dtype)
 
 
 # ------------------------------------------------------------------------------------------- layouts
@@ -283,7 +292,7 @@ def told():
 
 @pytest.fixture
 def pool(told):
-    return Pool(told, 1)
+    return StagingPool(told, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.bool])
@@ -379,7 +388,7 @@ def test_threads_that_allocate_and_drop_never_share_memory(pool, told):
 def test_memory_leaves_no_descriptor_open(told):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    pool = Pool(told, 1)
+    pool = StagingPool(told, 1)
     for numel in [1, 2000, 4000]:
         pool.locate(pool.allocate(numel, torch.float32))
     pool.allocate(6000, torch.float32)
@@ -741,7 +750,7 @@ def test_a_timeout_longer_than_the_system_can_count_is_a_long_one(connect):
 def test_memory_is_seen_by_all_and_forgotten_when_it_is_withdrawn(connect):
     ranks = connect(3)
     before = len(os.listdir("/proc/self/fd"))
-    pool = Pool(ranks[0], 1)
+    pool = StagingPool(ranks[0], 1)
     x = pool.allocate(1000, torch.float32).fill_(1)
     number, _ = pool.locate(x)
     for turn in range(2):

@@ -28,7 +28,7 @@ from lockstep.distributed.comm.group_state import state_of
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
 from lockstep.shm import gloo, rendezvous, works
 from lockstep.shm import shared_memory as mapping
-from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.arithmetic import TensorReduction
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import BLOCK_BYTES
 from lockstep.shm.peers import Peers
@@ -282,14 +282,14 @@ def fails_within(rank, numel):
 @pytest.mark.parametrize("hosts", ["aaa", "aba"])
 @pytest.mark.parametrize("numel", [10, BIG, 3_000_000])
 def test_a_failure_within_a_collective_is_told_to_every_rank(numel, hosts, monkeypatch):
-    reduce = Reduction.__call__
+    reduce = TensorReduction.__call__
 
     def fails(reduction, sources, out):
         if threading.current_thread().name == "rank 2":
             raise MemoryError("not enough")
         reduce(reduction, sources, out)
 
-    monkeypatch.setattr(Reduction, "__call__", fails)
+    monkeypatch.setattr(TensorReduction, "__call__", fails)
     for number, raised in enumerate(run_ranks(3, fails_within, numel, hosts=hosts)):
         first, (kind, text) = raised
         if number == 2:
@@ -449,9 +449,9 @@ def is_late_in_place(rank, gone, blocks):
         if threading.current_thread().name == "rank 1" and next(stall, 1) is None and next(stall, 1) is None:
             assert gone.wait(10)
 
-    original = Reduction.__call__
+    original = TensorReduction.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reduction, "__call__", stalls)
+        patch.setattr(TensorReduction, "__call__", stalls)
         raised = error_of(lambda: dist.all_reduce(x, group=rank.group))
     blocks.set()
     return raised[:2]

@@ -51,7 +51,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """The place of a tensor in its bucket: its index in the plan's list, and its offset in elements."""
 
     index: int
@@ -67,7 +67,7 @@ class Bucket:
     dtype: torch.dtype
     device: torch.device
     numel: int
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +118,7 @@ def pack_bucket(specs: Sequence[TensorSpec], indices: Sequence[int], alignment: 
     members = [specs[i] for i in indices]
     offsets = list(accumulate((_padded(spec, alignment) for spec in members), initial=0))
     slots = tuple(
-        Slot(index, offset, spec.shape, spec.stride)
+        BucketSlot(index, offset, spec.shape, spec.stride)
         for index, spec, offset in zip(indices, members, offsets, strict=False)
     )
     return Bucket(members[0].dtype, members[0].device, offsets[-1], slots)

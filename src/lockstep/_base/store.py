@@ -50,10 +50,10 @@ class BoundedStore:
         self.raw = store
         """The plain store, to be passed on but not called."""
         self._seconds = seconds
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_StoreCall | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._progress = _Progress()
+        self._progress = _AnswerClock()
         self._look: Future[None] | None = None
         self._end = weakref.finalize(self, self._calls.put, None)
 
@@ -133,7 +133,7 @@ class BoundedStore:
         self._look = self._submit(look)
 
     def _submit(self, function: "Callable[[Any], T]") -> "Future[T]":
-        call = _Call(function)
+        call = _StoreCall(function)
         self._calls.put(call)
         with self._lock:
             if self._thread is None:
@@ -187,12 +187,12 @@ def bounded(function: "Callable[[], T]", seconds: float) -> "T":
 
 def in_background(function: "Callable[[], T]") -> "Future[T]":
     """Return the future of a call that runs on a thread of its own, which does not keep an interpreter from ending."""
-    call = _Call(lambda _: function())
+    call = _StoreCall(lambda _: function())
     threading.Thread(target=call.run, args=(None,), name="lockstep background", daemon=True).start()
     return call.future
 
 
-class _Call:
+class _StoreCall:
     """One call and its result."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -210,7 +210,7 @@ class _Call:
             self.future.set_result(result)
 
 
-class _Progress:
+class _AnswerClock:
     """The time since which a store's thread waits for an answer."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class _Progress:
         return 0.0 if since is None else time.monotonic() - since
 
 
-def _serve(store: Any, calls: "queue.SimpleQueue[_Call | None]", progress: _Progress) -> None:
+def _serve(store: Any, calls: "queue.SimpleQueue[_StoreCall | None]", progress: _AnswerClock) -> None:
     """Run the calls in order. Holds no reference to the :class:`BoundedStore`, so that this ends with it."""
     while (call := calls.get()) is not None:
         progress.begin()

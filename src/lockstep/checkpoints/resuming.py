@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep._base.debug import log_of
 from lockstep._base.run_all import RunAll
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.folders import discard
@@ -140,6 +141,9 @@ class Resuming:
         self._before: list[tuple[Entry, Parts]] = []
         self._streams_before: Streams | None = None
 
+    def __repr__(self) -> str:
+        return f"Resuming({self._path}, number {self.number}, rank {self._ranks.rank}, whole: {[*self._whole]})"
+
     def resume(self, state: Mapping[str, Any]) -> Resumed | None:
         """See :func:`lockstep.resume`."""
         ranks = self._ranks
@@ -160,6 +164,7 @@ class Resuming:
             if ranks.rank == 0:
                 remember(self._path, manifest.run, max((each.number for each in list_saved(self._path)), default=0))
                 self._warn_of_own_parts(manifest, found)
+        log_of("checkpoints").debug("rank %d: resumes from %s", ranks.rank, "none" if found is None else found.name)
         if ranks.rank == 0:
             for text in torn:
                 warnings.warn(f"{self._path}: skipped {text}", stacklevel=3)

@@ -62,6 +62,10 @@ class ResumableSampler(Sampler[Any]):
         self._open = False
         self._batch_size, self._drops_last = 0, False
 
+    def __repr__(self) -> str:
+        place = f"epoch {self.epoch}, {self.consumed} samples consumed"
+        return f"ResumableSampler({type(self.sampler).__name__}, {place})"
+
     @property
     def same_on_all_ranks(self) -> bool:
         """True if the position is the same on all ranks, as with a ``DistributedSampler``."""

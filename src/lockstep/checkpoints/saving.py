@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep._base.debug import log_of
 from lockstep.checkpoints import loadable
 from lockstep.checkpoints.files import FileSystem, make_folders
 from lockstep.checkpoints.folders import NewFolder, remove_old
@@ -116,6 +117,9 @@ class Saving:
         self.number = 0
         """The number of this save, from :meth:`begin` on."""
 
+    def __repr__(self) -> str:
+        return f"Saving({self._path}, number {self.number}, step {self._step}, rank {self._ranks.rank})"
+
     def save(self, state: Mapping[str, Any], keep: int, step: int | None) -> Path:
         """See :func:`lockstep.save`."""
         self.begin(state, keep, step)
@@ -161,6 +165,7 @@ class Saving:
         except BaseException as error:
             self._give_up(error)
             raise
+        log_of("checkpoints").debug("rank %d: %s is whole", ranks.rank, folder)
         if leads:
             self._clear()
         return folder

@@ -47,7 +47,7 @@ WARMUP = 2
 
 
 def add_to(subparsers: Any) -> None:
-    """Add the subcommand to a parser's."""
+    """Add the subcommand to the parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="time a training step: alone, with PyTorch's wrapper, with lockstep",
@@ -75,14 +75,14 @@ def run(options: argparse.Namespace) -> int:
     """Measure the ways of training, and print the results."""
     if options.model:
         check_model(options.model)
-    wanted = {
+    settings = {
         "model": options.model,
         "backends": usable_backends(),
         "replicas": options.ranks if options.one_process else 0,
         "rounds": options.rounds,
         "timeout": options.timeout,
     }
-    by_rank = run_ranks("lockstep.cli.bench", wanted, 1 if options.one_process else options.ranks, options.timeout)
+    by_rank = run_ranks("lockstep.cli.bench", settings, 1 if options.one_process else options.ranks, options.timeout)
     devices = by_rank[0]["devices"]
     ways = {name: _slowest([found["ways"][name] for found in by_rank]) for name in by_rank[0]["ways"]}
     for way in [] if options.one_process else ways.values():
@@ -168,12 +168,12 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
         for way in list(ways.values())[:: 1 if number % 2 else -1]:
             dist.barrier()
             way.turn(counts=number >= 0)
-    found = {name: way.result() for name, way in ways.items()}
+    results = {name: way.result() for name, way in ways.items()}
     del way
     ways.clear()
     gc.collect()
     dist.destroy_process_group()
-    return {"ways": found, "devices": list(map(str, devices))}
+    return {"ways": results, "devices": list(map(str, devices))}
 
 
 def find_builder(name: str) -> Callable[[], tuple[Module, Step]]:
@@ -188,10 +188,10 @@ def find_builder(name: str) -> Callable[[], tuple[Module, Step]]:
         if not hasattr(imported, function):
             near = difflib.get_close_matches(function, dir(imported), n=1)
             raise AttributeError(f"{module} has no {function}" + "".join(f"; did you mean {each}?" for each in near))
-        found = getattr(imported, function)
+        builder = getattr(imported, function)
     except Exception as error:  # whatever the import of the user's module raises
         raise _wrong_model(name, f"{type(error).__name__}: {error}") from error
-    return found  # type: ignore[no-any-return]
+    return builder  # type: ignore[no-any-return]
 
 
 def check_model(name: str) -> None:
@@ -200,11 +200,11 @@ def check_model(name: str) -> None:
         sys.path.insert(0, os.getcwd())  # as in the ranks
     build: Any = find_builder(name)
     try:
-        found = build()
+        built = build()
     except Exception as error:
         raise _wrong_model(name, f"called, it raised {type(error).__name__}: {error}") from error
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Module) and callable(found[1])):
-        kinds = ", ".join(type(each).__name__ for each in found) if isinstance(found, tuple) else type(found).__name__
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], Module) and callable(built[1])):
+        kinds = ", ".join(type(each).__name__ for each in built) if isinstance(built, tuple) else type(built).__name__
         raise _wrong_model(name, f"called, it returned {kinds}")
 
 
@@ -230,10 +230,10 @@ def _build_encoder() -> tuple[Module, Step]:
 def _devices(first: torch.device, count: int) -> list[torch.device]:
     if first.type == "cpu":
         return [first] * count
-    there = all_accelerators()
-    if count > len(there):
-        raise OptionError(f"--ranks {count}: the model is on {first}, and there are {len(there)} of that kind")
-    return there[:count]
+    accelerators = all_accelerators()
+    if count > len(accelerators):
+        raise OptionError(f"--ranks {count}: the model is on {first}, and there are {len(accelerators)} of that kind")
+    return accelerators[:count]
 
 
 def _wraps(device: torch.device, devices: list[torch.device], backends: Sequence[str]) -> dict[str, Wrap]:

@@ -20,7 +20,7 @@ case cannot be checked.
 
 
 def add_to(subparsers: Any) -> None:
-    """Add the subcommand to a parser's."""
+    """Add the subcommand to the parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "check", help="compare N ranks with one process", description=DESCRIPTION
     )

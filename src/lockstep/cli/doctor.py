@@ -44,7 +44,7 @@ WORTH_BALANCING = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class HostCheck:
     """The result of one check."""
 
     name: str
@@ -55,7 +55,7 @@ class Finding:
 
 
 def add_to(subparsers: Any) -> None:
-    """Add the subcommand to a parser's."""
+    """Add the subcommand to the parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor", help="check this host, and time its communication", description=DESCRIPTION
     )
@@ -79,10 +79,14 @@ def run(options: argparse.Namespace) -> int:
             times, work = _times(options)
             findings.append(_speeds(work))
         except CommunicationError as error:
-            findings.append(Finding("all-reduce", "failed", "problem", str(error)))
+            findings.append(HostCheck("all-reduce", "failed", "problem", str(error)))
     if options.json:
-        told = {"findings": [dataclasses.asdict(each) for each in findings], "all_reduce": times, "work_seconds": work}
-        printing.print_json(told)
+        document = {
+            "findings": [dataclasses.asdict(each) for each in findings],
+            "all_reduce": times,
+            "work_seconds": work,
+        }
+        printing.print_json(document)
     else:
         _show(findings, times, options.ranks)
     return int(any(each.status == "problem" for each in findings))
@@ -90,34 +94,34 @@ def run(options: argparse.Namespace) -> int:
 
 def _times(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[float]]:
     """Return the times of the slowest rank, by backend and size; and the time of the same work on each rank."""
-    wanted = {
+    settings = {
         "backends": usable_backends(),
         "sizes": SIZES,
         "rounds": options.rounds,
         "timeout": options.timeout,
     }
-    by_rank = run_ranks("lockstep.cli.doctor", wanted, options.ranks, options.timeout)
+    by_rank = run_ranks("lockstep.cli.doctor", settings, options.ranks, options.timeout)
     rows = [max(rows, key=lambda row: row["seconds"]) for rows in zip(*(each["rows"] for each in by_rank), strict=True)]
     times = [{**row, "copies": row["seconds"] / row["copy_seconds"]} for row in rows]
     return times, [each["work_seconds"] for each in by_rank]
 
 
-def _speeds(work: list[float]) -> Finding:
+def _speeds(work: list[float]) -> HostCheck:
     """Say whether a rank is slower than the others, and how ``balance="speed"`` would deal shares to them."""
     shares = SHARES_A_RANK * len(work)
     dealt = Dealt(deal_by_speed(shares, work), work)
     slow, ratio = work.index(max(work)), max(work) / min(work)
     value = f"rank {slow} takes {ratio:.2f} times as long as the fastest" if len(work) > 1 else "one rank"
     if dealt.saved < WORTH_BALANCING:
-        return Finding("speed of the ranks", value)
+        return HostCheck("speed of the ranks", value)
     advice = (
         f'look for what else runs there; GlobalBatches(balance="speed") would deal {shares} shares as '
         f"{' + '.join(map(str, dealt.deal))}, and save {dealt.saved:.0%} of a step"
     )
-    return Finding("speed of the ranks", value, "note", advice)
+    return HostCheck("speed of the ranks", value, "note", advice)
 
 
-def _show(findings: list[Finding], times: list[dict[str, Any]], ranks: int) -> None:
+def _show(findings: list[HostCheck], times: list[dict[str, Any]], ranks: int) -> None:
     width = max(len(each.name) for each in findings)
     for each in findings:
         mark = {"ok": " ", "note": "?", "problem": "!"}[each.status]
@@ -141,7 +145,7 @@ def _show(findings: list[Finding], times: list[dict[str, Any]], ranks: int) -> N
 # ---------------------------------------------------------------------------------------- what is looked at
 
 
-def look() -> list[Finding]:
+def look() -> list[HostCheck]:
     """Return all findings, in the order in which they are shown. Communicates nothing, and starts nothing."""
     return [*_versions(), *_devices(), *_backends(), *_memory(), *_limits(), *_threads(), *_network()]
 
@@ -153,54 +157,54 @@ def usable_backends() -> list[str]:
     return names + (["nccl"] if dist.is_nccl_available() and torch.cuda.device_count() >= 2 else [])
 
 
-def _versions() -> Iterator[Finding]:
-    yield Finding("lockstep", f"{lockstep.__version__} in {Path(lockstep.__file__).parent}")
+def _versions() -> Iterator[HostCheck]:
+    yield HostCheck("lockstep", f"{lockstep.__version__} in {Path(lockstep.__file__).parent}")
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    (oldest, newest), told = TESTED, f"tested with {TESTED[0][0]}.{TESTED[0][1]} to {TESTED[1][0]}.{TESTED[1][1]}"
+    (oldest, newest), tested = TESTED, f"tested with {TESTED[0][0]}.{TESTED[0][1]} to {TESTED[1][0]}.{TESTED[1][1]}"
     if oldest <= (major, minor) <= newest:
-        yield Finding("PyTorch", torch.__version__)
+        yield HostCheck("PyTorch", torch.__version__)
     else:
-        yield Finding("PyTorch", torch.__version__, "note", f"install a version that lockstep is {told}")
-    yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
+        yield HostCheck("PyTorch", torch.__version__, "note", f"install a version that lockstep is {tested}")
+    yield HostCheck("Python", f"{platform.python_version()} ({sys.executable})")
     if sys.platform == "linux":
-        yield Finding("system", f"Linux {platform.release()}, {platform.machine()}")
+        yield HostCheck("system", f"Linux {platform.release()}, {platform.machine()}")
     else:
-        yield Finding("system", platform.platform(), "note", "the library is tested on Linux; shm needs it")
+        yield HostCheck("system", platform.platform(), "note", "the library is tested on Linux; shm needs it")
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[HostCheck]:
     cores = usable_cores()
     limited = f" of {os.cpu_count()}" if cores != os.cpu_count() else ""
-    yield Finding("processor", f"{_processor()}, {cores}{limited} cores")
+    yield HostCheck("processor", f"{_processor()}, {cores}{limited} cores")
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
-        yield Finding("accelerators", f"{torch.accelerator.device_count()} of type {kind.type if kind else '?'}")
+        yield HostCheck("accelerators", f"{torch.accelerator.device_count()} of type {kind.type if kind else '?'}")
     else:
-        yield Finding("accelerators", "none")
+        yield HostCheck("accelerators", "none")
 
 
-def _backends() -> Iterator[Finding]:
+def _backends() -> Iterator[HostCheck]:
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
-    there = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
+    available = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
     if _can_share_memory():
-        yield Finding("backends", ", ".join(["shm", *there]))
+        yield HostCheck("backends", ", ".join(["shm", *available]))
     else:
         advice = "shm needs Linux and memfd_create, which a sandbox may forbid; use gloo"
-        yield Finding("backends", ", ".join(there), "note", advice)
+        yield HostCheck("backends", ", ".join(available), "note", advice)
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[HostCheck]:
     with contextlib.suppress(OSError):
         free = shutil.disk_usage("/dev/shm").free
         small = free < SMALL_DEV_SHM
         advice = "data loader workers pass batches through it: start the container with --shm-size 8g, or num_workers=0"
-        yield Finding("/dev/shm", f"{free / 2**20:,.0f} MiB free", "note" if small else "ok", advice if small else "")
+        yield HostCheck("/dev/shm", f"{free / 2**20:,.0f} MiB free", "note" if small else "ok", advice if small else "")
     with contextlib.suppress(OSError, ValueError):
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        yield Finding("memory of the container", "no limit" if limit == "max" else f"{int(limit) / 2**30:,.1f} GiB")
+        yield HostCheck("memory of the container", "no limit" if limit == "max" else f"{int(limit) / 2**30:,.1f} GiB")
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[HostCheck]:
     try:
         import resource
     except ImportError:
@@ -208,42 +212,42 @@ def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < FEW_FILES:
         advice = f"many ranks or workers open many files: ulimit -n {FEW_FILES if hard < 0 else min(hard, 65536)}"
-        yield Finding("open files", f"at most {soft}", "note", advice)
+        yield HostCheck("open files", f"at most {soft}", "note", advice)
     else:
-        yield Finding("open files", f"at most {soft}")
+        yield HostCheck("open files", f"at most {soft}")
 
 
-def _threads() -> Iterator[Finding]:
-    said = os.environ.get("OMP_NUM_THREADS")
-    value = f"{torch.get_num_threads()} for each rank (OMP_NUM_THREADS {said or 'is not set'})"
-    if said is None:
+def _threads() -> Iterator[HostCheck]:
+    variable = os.environ.get("OMP_NUM_THREADS")
+    value = f"{torch.get_num_threads()} for each rank (OMP_NUM_THREADS {variable or 'is not set'})"
+    if variable is None:
         advice = "each of several ranks would use all cores: set OMP_NUM_THREADS to cores / ranks (torchrun sets 1)"
-        yield Finding("intra-op threads", value, "note", advice)
+        yield HostCheck("intra-op threads", value, "note", advice)
     else:
-        yield Finding("intra-op threads", value)
+        yield HostCheck("intra-op threads", value)
 
 
-def _network() -> Iterator[Finding]:
+def _network() -> Iterator[HostCheck]:
     name, address = socket.gethostname(), network.address_of_own_name()
     if address is None:
         advice = f"add {name} to /etc/hosts, or set {network.INTERFACE_VARIABLE}=lo for ranks of one host"
-        yield Finding("host name", f"{name} has no address", "problem", advice)
+        yield HostCheck("host name", f"{name} has no address", "problem", advice)
     elif network.is_loopback(address):
         advice = (
             f"other hosts cannot reach this one there. session() finds another address; without one, "
             f"{network.SET_INTERFACE}"
         )
-        yield Finding("host name", f"{name} is {address}, a loopback address", "note", advice)
+        yield HostCheck("host name", f"{name} is {address}, a loopback address", "note", advice)
     else:
-        yield Finding("host name", f"{name} is {address}")
+        yield HostCheck("host name", f"{name} is {address}")
     chosen = os.environ.get(network.INTERFACE_VARIABLE)
     if chosen is not None:
         addresses = network.chosen_address()
         if addresses is None:
             names = ", ".join(name for _, name in socket.if_nameindex())
-            yield Finding("interface", f"{chosen} has no address", "problem", f"this host has {names}")
+            yield HostCheck("interface", f"{chosen} has no address", "problem", f"this host has {names}")
         else:
-            yield Finding("interface", f"{chosen}, {addresses}")
+            yield HostCheck("interface", f"{chosen}, {addresses}")
 
 
 def usable_cores() -> int:

@@ -88,8 +88,10 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: floa
                 status = process.wait(0.05)
                 del running[rank]
                 if status:
-                    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-2000:]
-                    raise CommunicationError(f"rank {rank} of {len(processes)} ended with exit status {status}: {said}")
+                    output = (folder / f"{rank}.log").read_text(errors="replace").strip()[-2000:]
+                    raise CommunicationError(
+                        f"rank {rank} of {len(processes)} ended with exit status {status}: {output}"
+                    )
         if running and time.monotonic() > deadline:
             late = ", ".join(map(str, running))
             raise CommunicationError(f"rank(s) {late} of {len(processes)} have not ended in time; see --timeout")

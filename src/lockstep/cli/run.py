@@ -37,7 +37,7 @@ _TOLD = {2, 128 + signal.SIGINT, 128 + signal.SIGTERM}  # the program has given 
 
 
 def add_to(subparsers: Any) -> None:
-    """Add the subcommand to a parser's."""
+    """Add the subcommand to the parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run", help="run a program in several processes on this host", description=DESCRIPTION
     )
@@ -82,14 +82,14 @@ def _file_of_module(name: str) -> str:
     if sys.path[:1] != [os.getcwd()]:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(name)
-        if found is not None and found.submodule_search_locations is not None:
-            found = importlib.util.find_spec(f"{name}.__main__")
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
     except (ImportError, ValueError) as error:
         raise OptionError(f"-m {name}: the module cannot be found ({error})") from error
-    if found is None or found.origin is None:
+    if spec is None or spec.origin is None:
         raise OptionError(f"-m {name}: there is no such module, or it is a package without __main__.py")
-    return found.origin
+    return spec.origin
 
 
 def _run_here(options: argparse.Namespace) -> int:
@@ -137,7 +137,7 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in which the launcher gives each rank
 
 
 def _note_failure(error: BaseException, status: int) -> None:
-    """Write down for the command that has started the ranks how the program of this one has failed."""
+    """Record how this rank's program failed, for the command that started the ranks."""
     if status and _ERROR_FILE in os.environ:
         with contextlib.suppress(OSError):
             record = Failed(status, time.time(), follows_from_another(error))
@@ -157,9 +157,9 @@ def first_failure(ended: Mapping[int, Failed], folder: Path) -> tuple[int, Faile
     not follow from another rank's.
     """
     written = {int(each.parent.name): Failed(**json.loads(each.read_text())) for each in folder.glob(f"**/{_RECORD}")}
-    found = {**ended, **written}
-    rank = min(found, key=lambda rank: (found[rank].follows, rank not in written, found[rank].time))
-    return rank, found[rank]
+    failures = {**ended, **written}
+    rank = min(failures, key=lambda rank: (failures[rank].follows, rank not in written, failures[rank].time))
+    return rank, failures[rank]
 
 
 def _of_the_program(error: BaseException, program: str) -> TracebackType | None:
@@ -171,7 +171,7 @@ def _of_the_program(error: BaseException, program: str) -> TracebackType | None:
 
 
 def _launch(options: argparse.Namespace, ranks: int) -> int:
-    """Run PyTorch's launcher, which starts this command in each process; print nothing that the program has said."""
+    """Run PyTorch's launcher, which starts this command in each process; do not repeat the program's own output."""
     from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -15,7 +15,7 @@ when its ranks began, and which rank failed. A run that has failed continues fro
 
 
 def add_to(subparsers: Any) -> None:
-    """Add the subcommand to a parser's."""
+    """Add the subcommand to the parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "runs", help="list the snapshots in the memory of this host, with their histories", description=DESCRIPTION
     )
@@ -31,17 +31,17 @@ def add_to(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the list, and remove what the options ask for."""
-    found = list(all_folders())
-    if not found and not options.json:
+    folders = list(all_folders())
+    if not folders and not options.json:
         print("no run has snapshots in the memory of this host")
-    for memory in found:
+    for memory in folders:
         removed = options.clean and not memory.is_used
-        told = describe(memory) | {"removed": removed}
+        description = describe(memory) | {"removed": removed}
         if removed:
             memory.remove()
         elif options.forget:
             history.forget(memory.folder)
-        print(json.dumps(told) if options.json else as_text(told))
+        print(json.dumps(description) if options.json else as_text(description))
     return 0
 
 
@@ -64,12 +64,12 @@ def describe(memory: MemoryFolder) -> dict[str, Any]:
     }
 
 
-def as_text(told: dict[str, Any]) -> str:
+def as_text(description: dict[str, Any]) -> str:
     """Return the description of a run as lines of text."""
-    state = "removed" if told["removed"] else "runs" if told["runs"] else "has ended"
-    snapshot, size = told["snapshot"], f"{told['bytes'] / 2**20:,.1f} MiB"
+    state = "removed" if description["removed"] else "runs" if description["runs"] else "has ended"
+    snapshot, size = description["snapshot"], f"{description['bytes'] / 2**20:,.1f} MiB"
     what = "no whole snapshot"
     if snapshot is not None:
         what = f"snapshot after step {snapshot['step']}, {snapshot['time']}, of {snapshot['ranks']} ranks"
-    lines = [f"{told['path'] or told['folder']}: {state}; {what}; {size} in {told['folder']}"]
-    return "\n".join([*lines, *(f"  {event}" for event in told["history"])])
+    lines = [f"{description['path'] or description['folder']}: {state}; {what}; {size} in {description['folder']}"]
+    return "\n".join([*lines, *(f"  {event}" for event in description["history"])])

@@ -31,7 +31,7 @@ class RunningRank:
 
 
 def add_to(subparsers: Any) -> None:
-    """Add the subcommand to a parser's."""
+    """Add the subcommand to the parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "stacks", help="show what each rank of a run is doing, if the run seems to hang", description=DESCRIPTION
     )
@@ -85,9 +85,9 @@ def _stacks(stacks: Stacks, training: dict[int, int]) -> Iterator[str]:
 
 def _frames(thread: Thread) -> Iterator[str]:
     """Yield the lines of a stack, with a mark at the innermost frame of the program's own code."""
-    own = program_frame(thread)
+    program_s_frame = program_frame(thread)
     for frame in thread.frames:
-        yield from (f"{'>' if frame is own else ' '} {line}" for line in str(frame).splitlines())
+        yield from (f"{'>' if frame is program_s_frame else ' '} {line}" for line in str(frame).splitlines())
     if not thread.frames:
         yield "    no Python frame"
 
@@ -116,20 +116,20 @@ def ranks_of_process(pid: int) -> list[RunningRank]:
 
 def ranks_of_run(name: str) -> list[RunningRank]:
     """Return the ranks of a run on this host, in order; raise :class:`InspectionError` if there is no such run."""
-    found = [rank for rank in all_ranks() if rank.snapshot.run == name]
-    if not found:
+    ranks = [rank for rank in all_ranks() if rank.snapshot.run == name]
+    if not ranks:
         raise InspectionError(f"this user has no run {name!r} on this host. {overview()}")
-    return sorted(found, key=lambda rank: (rank.snapshot.rank, rank.pid))
+    return sorted(ranks, key=lambda rank: (rank.snapshot.rank, rank.pid))
 
 
 def all_ranks() -> list[RunningRank]:
     """Return all ranks on this host that this user may inspect."""
     _need_linux()
-    found: list[RunningRank] = []
+    ranks: list[RunningRank] = []
     for pid in proc.processes():
         with contextlib.suppress(InspectionError):  # another user's, or ended meanwhile
-            found += _ranks(pid)
-    return found
+            ranks += _ranks(pid)
+    return ranks
 
 
 def overview() -> str:

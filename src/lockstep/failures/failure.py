@@ -13,6 +13,7 @@ from enum import StrEnum
 from traceback import format_exception, format_exception_only
 from typing import Any
 
+from lockstep._base.debug import log_of
 from lockstep._base.store import BoundedStore, StoreLostError
 from lockstep._base.texts import LONGEST_HEADLINE, shortened
 from lockstep.errors import AgreementError, CommunicationError, PeerError, PeerFailure, StalledError
@@ -147,6 +148,7 @@ class FailureLog:
                 while True:
                     there = self._bounded_store.compare_set(_key(len(self.entries)), "", text)
                     self.entries.append(_unpacked(there))
+                    log_of("failures").debug("entry %d: %s", len(self.entries), there)
                     if there == text:
                         break
         except StoreLostError:

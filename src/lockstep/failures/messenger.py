@@ -5,7 +5,6 @@ One thread per rank sleeps until a neighbour has sent something or is gone, or u
 
 import contextlib
 import json
-import logging
 import select
 import socket
 import threading
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep._base.debug import log_of
 from lockstep.failures.ring import Connection, encoded, wait_to_read
 
 LOOK_SECONDS = 1.0
@@ -23,7 +23,7 @@ _READ_SECONDS = 0.2  # seconds for which the messages of a neighbour that also e
 
 Message = dict[str, Any]
 
-_log = logging.getLogger("lockstep")
+_log = log_of("failures")
 
 
 class Messenger:
@@ -164,6 +164,7 @@ class Messenger:
             if each is not neighbour and each.is_open:
                 each.send(*passed_on)  # at once, before anything here takes time
         for message in heard:
+            _log.debug("rank %d is told: %.200s", self._rank, message)
             try:
                 self._hear(message)
             except Exception:  # others may wait for the next message

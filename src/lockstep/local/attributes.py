@@ -20,7 +20,7 @@ from torch.nn import Module
 from lockstep._base.compiler import is_compiled, recompile, recompiled
 from lockstep._base.tree import slot_members
 from lockstep.errors import NotReplicableError
-from lockstep.local.contents import Contents, changed_names, differing_dicts
+from lockstep.local.contents import DictionaryContents, changed_names, differing_dicts
 from lockstep.local.module_copy import CACHE, HOOKS, SLOTS, FormerParameters, ModuleCopy, is_scripted, scripted_names
 from lockstep.local.translation import Translation, is_plain, leads, opens
 
@@ -59,7 +59,7 @@ class Attributes:
 
     def _note(self, now: list[_Attributes]) -> None:
         """Record what the network's modules have now; the copies have been prepared for it."""
-        self._then, self._contents = now, Contents(now)
+        self._then, self._contents = now, DictionaryContents(now)
         self._places = [(i, name) for i, attributes in enumerate(now) for name in _TABLES if name in attributes]
         self._tables = [now[i][name] for i, name in self._places]
 

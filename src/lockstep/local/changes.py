@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 
 from lockstep.errors import NotReplicableError
-from lockstep.local.contents import Contents, identical
+from lockstep.local.contents import DictionaryContents, identical
 from lockstep.local.module_copy import SLOTS, is_scripted
 
 _flatten = chain.from_iterable
@@ -30,7 +30,7 @@ class StructureSnapshot:
         owners = [(slot, vars(m)[slot]) for m in modules if not is_scripted(m) for slot in SLOTS]
         self._empty = [d for _, d in owners if not d]
         self._fixed = [d for slot, d in owners if d and slot != "_buffers"]
-        self._contents = Contents(self._fixed)
+        self._contents = DictionaryContents(self._fixed)
         self._buffers = [d for slot, d in owners if d and slot == "_buffers"]
         self._buffer_state = self._of_buffers()
         self._script_state = [_script_slots(m) for m in self._scripted]

@@ -29,7 +29,7 @@ def changed_names(now: dict[str, Any], then: dict[str, Any]) -> set[str]:
     return {name for name in now if name not in then or now[name] is not then[name]} | (then.keys() - now.keys())
 
 
-class Contents:
+class DictionaryContents:
     """The names and values that a number of dictionaries have at present."""
 
     def __init__(self, dictionaries: list[dict[str, Any]]) -> None:

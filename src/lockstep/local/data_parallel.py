@@ -1,6 +1,6 @@
 """DataParallel: one process, one model, many devices.
 
-    A batch goes through four phases. Each is a method that a subclass may override:
+A batch has four phases. Each is a method that a subclass may override:
 
     scatter         rows of the inputs -> one share for each device
     replicate       the network -> up-to-date replicas (the first is the network itself)
@@ -117,7 +117,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             module.to(self.src_device_obj)
 
     def _start(self) -> None:
-        self._phases = Phases()
+        self._phases = Phases("local")
         self._replicas: ReplicaSet | None = None
 
     # Forward #

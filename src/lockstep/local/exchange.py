@@ -6,9 +6,9 @@ between the reading and the drawing. So on each device one replica runs at a tim
 (:class:`Turns`). It lets the next one run when it ends, or when it waits for the others at a meeting, which must not be
 inside a checkpointed segment.
 
-:func:`current_replica` tells code inside ``forward`` in which replica it runs. A replica's :class:`Exchange` is the
-meeting place of all replicas of one call: each gives a value and gets all values, in replica order. A replica that ends
-or fails before a meeting makes the others fail there, instead of waiting for ever.
+:func:`current_replica` tells code inside ``forward`` in which replica it runs. A replica's :class:`ReplicaExchange` is
+the meeting place of all replicas of one call: each gives a value and gets all values, in replica order. A replica that
+ends or fails before a meeting makes the others fail there, instead of waiting for ever.
 """
 
 import contextvars
@@ -92,7 +92,7 @@ class ReplicaMissingError(ReplicaError):
     """A replica waits for one that has ended; the error of the replica that ended is the cause."""
 
 
-class Exchange:
+class ReplicaExchange:
     """The meetings of the replicas of one call. ``begin`` begins the others, if only the first one has begun so far."""
 
     def __init__(self, turns: Sequence[Turns], begin: Callable[[], None] | None = None) -> None:
@@ -171,7 +171,7 @@ class Replica:
 
     index: int
     count: int
-    exchange: Exchange
+    exchange: ReplicaExchange
     outer: "Replica | None" = None
 
     def run(self, call: Callable[[], T]) -> T:

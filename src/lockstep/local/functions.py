@@ -49,7 +49,7 @@ def _note_second_order(ctx: Any) -> None:
         _second_order_passes.append(current)
 
 
-class _Streams:
+class _BackwardStreams:
     """The streams on which a node works in backward if it works on several devices: those that are current in forward.
 
     Autograd knows one stream of a node: that of the first of its outputs on an accelerator. This stream waits for all
@@ -105,7 +105,7 @@ class Broadcast(Function):
         ctx.mark_non_differentiable(*(c for row in copies for c, n in zip(row, needed, strict=True) if not n))
         ctx.needed = needed
         ctx.source = tensors[0].device if tensors else None
-        ctx.streams = _Streams((row[0].device for row in copies if row), ctx.source)
+        ctx.streams = _BackwardStreams((row[0].device for row in copies if row), ctx.source)
         return tuple(copy for row in copies for copy in row)
 
     @staticmethod
@@ -201,7 +201,7 @@ class Scatter(Function):
         """Split the tensor."""
         ctx.dim, ctx.source, ctx.made_in_backward = dim, tensor.device, _made_in_backward()
         targets = resolve_devices(devices)
-        ctx.streams = _Streams(targets, tensor.device)
+        ctx.streams = _BackwardStreams(targets, tensor.device)
         if tensor.device.type != "cpu":
             return _apart(comm.scatter(tensor, targets, chunk_sizes, dim), tensor)
         streams = [side_stream(target) for target in targets]
@@ -261,11 +261,12 @@ class GradientEdges(Function):
 
     ``copies`` are replica-major: for each replica, one copy of every tensor. They are returned as they are, but their
     gradients are now summed, in replica order, into the gradient of the tensor. The first output is an empty tensor on
-    the device of ``tensors``: so autograd runs the sums in that device's thread, on its stream (:class:`_Streams`).
-    Nothing is saved for backward, so one call serves any number of backwards. A tensor gets no gradient if none of its
-    copies got one, as on one device. Only a pass that differentiates a gradient (a gradient penalty) gives it zeros if
-    another tensor of its group got a gradient, as PyTorch's test suite expects (``groups`` has a number for each
-    tensor; replicas group by module). Communicates, in backward, one copy for each 10 MiB buffer and device.
+    the device of ``tensors``, so that autograd runs the sums in that device's thread, on its stream
+    (:class:`_BackwardStreams`). Nothing is saved for backward, so one call serves any number of backwards. A tensor
+    gets no gradient if none of its copies got one, as on one device. Only a pass that differentiates a gradient (a
+    gradient penalty) gives it zeros if another tensor of its group got a gradient, as PyTorch's test suite expects
+    (``groups`` has a number for each tensor; replicas group by module). Communicates, in backward, one copy for each
+    10 MiB buffer and device.
     Stands for the C++ ``replicate_grad_edges``.
     """
 
@@ -278,7 +279,7 @@ class GradientEdges(Function):
         ctx.groups = tuple(groups)
         ctx.shapes = [(t.shape, t.dtype) for t in tensors]
         ctx.source = tensors[0].device
-        ctx.streams = _Streams((ctx.source, *(c.device for c in copies)), ctx.source)
+        ctx.streams = _BackwardStreams((ctx.source, *(c.device for c in copies)), ctx.source)
         return torch.empty(0, dtype=tensors[0].dtype, device=ctx.source), *copies
 
     @staticmethod

@@ -129,7 +129,7 @@ class ReplicaBuffers:
             if shares:
                 made: Iterable[Tensor] = [t.detach() if t.requires_grad else t for t in packed]
             elif device == self._source:
-                made = chain.from_iterable(map(_Batch.clones, self._batches_of(packed)))
+                made = chain.from_iterable(map(_CopyBatch.clones, self._batches_of(packed)))
             else:
                 made = next(arrived)
             if alone:
@@ -137,7 +137,7 @@ class ReplicaBuffers:
                 made = [self._one(t, device, shares) if id(t) in alone else next(packed_ones) for t in tensors]
             yield made
 
-    def _batches_of(self, tensors: list[Tensor]) -> list["_Batch"]:
+    def _batches_of(self, tensors: list[Tensor]) -> list["_CopyBatch"]:
         return self._batches if tensors is self._sources else _in_batches(tensors)
 
     def _one(self, tensor: Tensor, device: torch.device, shares: bool) -> Tensor:
@@ -169,11 +169,11 @@ _ALIGNMENT = 16  # of every copy, so that it can be viewed as any dtype; vectors
 _BATCH = 256  # Python would look for garbage if thousands of copies were made before the old ones go
 
 
-def _in_batches(tensors: list[Tensor]) -> list["_Batch"]:
-    return [_Batch(tensors[i : i + _BATCH]) for i in range(0, len(tensors), _BATCH)]
+def _in_batches(tensors: list[Tensor]) -> list["_CopyBatch"]:
+    return [_CopyBatch(tensors[i : i + _BATCH]) for i in range(0, len(tensors), _BATCH)]
 
 
-class _Batch:
+class _CopyBatch:
     """Some tensors to be copied together: those of one dimension through one tensor, which takes half the time."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep._base.buckets import Bucket, Slot, TensorSpec, plan_buckets
+from lockstep._base.buckets import Bucket, BucketSlot, TensorSpec, plan_buckets
 from lockstep._base.devices import current_streams, is_accelerator
 from lockstep._base.inner_tensors import inner_tensors, is_plain, like
 from lockstep._base.tensor_state import Change, TensorSnapshot
@@ -98,7 +98,9 @@ def _sharing_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 def _storage_bucket(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> Bucket:
     first = tensors[indices[0]]
-    slots = [Slot(i, int(tensors[i].storage_offset()), tuple(tensors[i].shape), tensors[i].stride()) for i in indices]
+    slots = [
+        BucketSlot(i, int(tensors[i].storage_offset()), tuple(tensors[i].shape), tensors[i].stride()) for i in indices
+    ]
     return Bucket(first.dtype, first.device, first.untyped_storage().nbytes() // first.itemsize, tuple(slots))
 
 
@@ -107,7 +109,9 @@ def _other_buckets(tensors: Sequence[torch.Tensor], shared: Sequence[Bucket], ca
     rest = [i for i in range(len(tensors)) if i not in taken]
     plan = plan_buckets([TensorSpec.of(tensors[i]) for i in rest], cap_bytes)
     return [
-        Bucket(b.dtype, b.device, b.numel, tuple(Slot(rest[s.index], s.offset, s.shape, s.stride) for s in b.slots))
+        Bucket(
+            b.dtype, b.device, b.numel, tuple(BucketSlot(rest[s.index], s.offset, s.shape, s.stride) for s in b.slots)
+        )
         for b in plan.buckets
     ]
 
@@ -142,7 +146,7 @@ class ReplicaParameters:
         self.recopied: list[TensorSlot] = []
         self._sort(modules)
         self._hooked = _hooked(self._parameters)
-        self._bound: _Rows | None = None
+        self._bound: _ParameterRows | None = None
         homes = (p.device for p in self._parameters[:1])
         self._accelerators = [device for device in (*homes, *devices) if is_accelerator(device)]
         self._place_values()
@@ -209,11 +213,11 @@ class ReplicaParameters:
             in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
             put(copy.holders(self._slots), [name for _, _, name in self._slots], in_slots)
         self._link(rows)  # not while old ones are in the slots: they keep the network's nodes, with other streams
-        self._bound = _Rows(rows, current_streams(self._accelerators))
+        self._bound = _ParameterRows(rows, current_streams(self._accelerators))
         self._take_attributes(self._bound)
         return True
 
-    def _take_attributes(self, wanted: "_Rows") -> None:
+    def _take_attributes(self, wanted: "_ParameterRows") -> None:
         """Give the copies' parameters the attributes that the network's have now."""
         wanted.with_attributes.update(compress(count(), map(vars, self._parameters)))
         for number in wanted.with_attributes:
@@ -250,7 +254,7 @@ class ReplicaParameters:
         return [like(value, parameter, requires_grad=False) for value, parameter in pairs]
 
 
-class _Rows:
+class _ParameterRows:
     """Parameters of all copies, one row for each copy, and what they were like when they were made."""
 
     def __init__(self, rows: list[list[Tensor]], streams: list[torch.Stream]) -> None:

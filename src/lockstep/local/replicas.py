@@ -113,9 +113,13 @@ class ReplicaSet:
         self._detach = detach
         self._network_first = network_first
         self._cap_bytes = cap_bytes
-        self._phases = phases or Phases()
+        self._phases = phases or Phases("local")
         self._lock = threading.RLock()
         self._built: _Built | None = None
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        return f"{type(self).__name__}({type(self.network).__name__} on {devices}; built {self.builds} times)"
 
     def refresh(self) -> list[Module]:
         """Return the replicas, up to date with the network."""

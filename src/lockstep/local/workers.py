@@ -10,7 +10,6 @@ them have ended, whatever happens. In the steady state no thread is started, and
 """
 
 import itertools
-import logging
 import os
 import queue
 import sys
@@ -23,12 +22,13 @@ from typing import Any
 
 import torch
 
+from lockstep._base.debug import log_of
 from lockstep._base.devices import CPU, DeviceLike, accelerator, resolve_device
 from lockstep._base.tree import tensors_in
 from lockstep.errors import LengthError
 from lockstep.local.context import CallerContext
 from lockstep.local.exceptions import raise_failures
-from lockstep.local.exchange import Exchange, Replica, current_replica, turns_on
+from lockstep.local.exchange import Replica, ReplicaExchange, current_replica, turns_on
 from lockstep.local.scatter_gather import move
 
 
@@ -100,14 +100,14 @@ def _current_device() -> torch.device:
 
 
 @dataclass(slots=True)
-class _Failure:
+class _WorkerFailure:
     error: BaseException
 
 
 def run(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
     """Run calls, each on its device, and return their results; turns and failures as in :func:`parallel_apply`."""
     results = _Group(calls, devices).run() if calls else []
-    failures = [(i, result.error) for i, result in enumerate(results) if isinstance(result, _Failure)]
+    failures = [(i, result.error) for i, result in enumerate(results) if isinstance(result, _WorkerFailure)]
     try:
         if failures:
             raise_failures(failures, devices)
@@ -127,7 +127,7 @@ class _Group:
         self._outer = current_replica()
         self._turns = turns_on(devices)
         self._several_devices = len(set(devices)) > 1
-        self._exchange = Exchange(self._turns, None if self._several_devices else self._begin_others)
+        self._exchange = ReplicaExchange(self._turns, None if self._several_devices else self._begin_others)
         self._workers: list[_Worker] = []
         self._running = _Running()
 
@@ -164,14 +164,14 @@ class _Group:
         except Exception as error:
             if (interrupt := _interrupt_before(error, handled)) is not None:
                 raise interrupt  # noqa: B904, the error becomes its context
-            self._results[index] = _Failure(error)
+            self._results[index] = _WorkerFailure(error)
 
     def run_on_worker(self, index: int) -> None:
         """Run a call in another thread than the caller's."""
         try:
             self._results[index] = self._context.variables.copy().run(self._run, index, self._context.run)
         except BaseException as error:
-            self._results[index] = _Failure(error)
+            self._results[index] = _WorkerFailure(error)
 
     def _run(self, index: int, run: Callable[[Callable[[], Any], torch.device], Any]) -> Any:
         count = len(self._calls)
@@ -221,7 +221,7 @@ class _Running:
     def wait_after(self, interrupt: BaseException) -> None:
         """Wait although there was a Ctrl-C; a second one is raised here."""
         if not self.ended:
-            logging.getLogger("lockstep").warning(
+            log_of("local").warning(
                 "lockstep: %s waits until %d replicas have ended; a second one does not wait",
                 type(interrupt).__name__,
                 self._count,
@@ -246,7 +246,7 @@ class _Worker:
             running.end()
 
 
-class _Pool:
+class _WorkerPool:
     """Idle workers. A call inside a worker takes other workers, since those that run are not in the pool."""
 
     def __init__(self) -> None:
@@ -269,4 +269,4 @@ class _Pool:
             self._idle = workers + self._idle  # replica i runs on the same thread next time
 
 
-_pool = _Pool()
+_pool = _WorkerPool()

@@ -104,6 +104,9 @@ class BalancedSampler(Sampler[list[int]]):
         """True while a loader that :meth:`go_through` counts asks for an iterator."""
         self._has_plain_loop = False
 
+    def __repr__(self) -> str:
+        return f"BalancedSampler({len(self.costs)} samples, epoch {self.epoch}, batch {self.batch})"
+
     def __len__(self) -> int:
         """Return the number of batches of the whole present epoch on this rank."""
         return self._number_on(self._ranks()[0], self.epoch)

@@ -1,7 +1,6 @@
 """Reads the place of a process in its run from the environment variables that its launcher has set."""
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import re
@@ -9,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lockstep._base.debug import log_of
 from lockstep.errors import OptionError
 from lockstep.failures import proc
 
 DEFAULT_PORT = 29500
 """The port at which ranks meet by default, the same as with ``torchrun``."""
 
-_log = logging.getLogger("lockstep")
+_log = log_of("session")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -22,6 +21,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep._base import network
+from lockstep._base.debug import log_of
 from lockstep._base.store import BoundedStore, StoreLostError, bounded, own_connection
 from lockstep._base.texts import first_line
 from lockstep._base.user_folder import user_folder
@@ -38,7 +38,7 @@ RESOLVE_SECONDS = 30.0
 LOOK_SECONDS = 0.02
 """Seconds between two looks of rank 0 for processes that have come."""
 
-_log = logging.getLogger("lockstep")
+_log = log_of("session")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ RECONNECT_SECONDS = 10.0
 killed since then."""
 
 
-class _OfPath:
+class PathState:
     """The checkpoints and snapshots that a session knows of one path."""
 
     def __init__(self) -> None:
@@ -45,6 +45,9 @@ class _OfPath:
         self.noted = False
         """True if the history says that this start has begun."""
 
+    def __repr__(self) -> str:
+        return f"PathState({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
 
 class RunState:
     """The checkpoints and snapshots of a session, on one rank.
@@ -57,7 +60,7 @@ class RunState:
         self._group = group
         self._check = check
         self._timeout = timeout
-        self._paths: dict[Path, _OfPath] = {}
+        self._paths: dict[Path, PathState] = {}
         self._paces: dict[str, Pace] = {}
         self._in_flight: Future[Path] | None = None
         """The save that a thread writes behind the training, or its error."""
@@ -71,6 +74,10 @@ class RunState:
         self._start = ""
         """The id of this start of the ranks, alike on all of them from the first snapshot or resume on."""
         self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        writes = "writes behind the training" if self._in_flight is not None else "writes nothing"
+        return f"RunState({writes}, {self._paths})"
 
     def save(self, path: Path, keep: int, step: int, state: dict[str, Any], *, wait: bool) -> Path:
         """See :meth:`Session.save`."""
@@ -197,8 +204,8 @@ class RunState:
                 needed = unless_newer and known.in_memory > known.on_disk
                 known.snapshots.close(remove=remove and not needed)
 
-    def _of(self, path: Path) -> _OfPath:
-        return self._paths.setdefault(path.resolve(), _OfPath())
+    def _of(self, path: Path) -> PathState:
+        return self._paths.setdefault(path.resolve(), PathState())
 
     def _snapshots(self, path: Path) -> Snapshots:
         known = self._of(path)

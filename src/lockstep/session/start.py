@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import logging
 import os
 import socket
 import sys
@@ -22,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep._base import network
 from lockstep._base.arguments import check_backend, check_number
+from lockstep._base.debug import log_of
 from lockstep._base.devices import accelerator, resolve_device
 from lockstep._base.store import ANSWER_SECONDS, BoundedStore, port_of
 from lockstep.distributed.comm.groups import backends_of
@@ -48,7 +48,7 @@ GIVE_UP_SECONDS = 1.0
 OF_EACH_RANK = {"device", "time_limit", "stop_signals"}
 """Options that may differ between ranks."""
 
-_log = logging.getLogger("lockstep")
+_log = log_of("session")
 
 
 @dataclass(frozen=True)

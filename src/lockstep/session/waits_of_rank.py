@@ -61,8 +61,8 @@ class _Known:
         return f"{self.name} {zlib.crc32(repr(self.ranks).encode()):x}"
 
     @property
-    def key_of_ours(self) -> str:
-        """The name of this library's collectives on it, which are counted separately."""
+    def library_key(self) -> str:
+        """The name of lockstep's collectives on this group, counted apart from the program's."""
         return f"lockstep on {self.key}"
 
 
@@ -168,7 +168,7 @@ def _launched(groups: Iterable[_Known], has_others: bool) -> dict[str, int]:
     for each in groups:
         count = begun_on(each.group).count
         if count or not has_others:
-            found[each.key_of_ours] = count
+            found[each.library_key] = count
         if not has_others and (number := _number_on(each.group)) is not None:
             found[each.key] = number
     return found
@@ -187,7 +187,7 @@ def _our_wait(ident: int, waiting: Waiting, groups: Mapping[int, _Known]) -> Wai
     known = groups[id(call.group)]
     needed = known.ranks if call.needed is None else tuple(known.ranks[rank] for rank in call.needed)
     what = f'"{call.what}" ({call.kind}, collective {call.number} of lockstep on process group {known.name})'
-    return Wait(known.key_of_ours, call.number, call.kind, needed, True, what, place_of(own_stack(ident)))
+    return Wait(known.library_key, call.number, call.kind, needed, True, what, place_of(own_stack(ident)))
 
 
 def _wait(blocked: _Blocked, known: _Known) -> Wait:

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import gc
-import logging
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep._base.debug import log_of
 from lockstep._base.devices import wait_for_accelerator
 from lockstep._base.forked_groups import keep_for_ever
 from lockstep._base.network import host_identity
@@ -145,7 +145,7 @@ class Watch:
             keep_for_ever(group)
         if stuck:
             text = "%s has not aborted its communicator within %g s: the group is left to the end of the process"
-            logging.getLogger("lockstep").error(text, backends_of(stuck[0]), ABORT_SECONDS)
+            log_of("session").error(text, backends_of(stuck[0]), ABORT_SECONDS)
             atexit.register(_end_at_last)
         return not stuck
 
@@ -464,7 +464,7 @@ def has_launcher() -> bool:
 def say_at_once(failure: Failure, here: int) -> None:
     """Log why this rank will stop if a process has ended: the launcher may end this one before it can raise."""
     if has_launcher() and failure.kind is Kind.ENDED:
-        logging.getLogger("lockstep").error("rank %d stops, because %s", here, failure.summary)
+        log_of("session").error("rank %d stops, because %s", here, failure.summary)
 
 
 class LastWords:

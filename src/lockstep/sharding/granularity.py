@@ -1,4 +1,4 @@
-"""Which optimizers may be cut, and how fine: a table of PyTorch's classes; of all others the program has to say it.
+"""Which optimizers may be cut, and how fine: a table of PyTorch's classes; for any other class the program decides.
 
 An optimizer that treats each element of a parameter for itself may be cut anywhere (``"element"``). One that treats
 each parameter for itself needs whole ones (``"tensor"``). ``tests/sharding/test_granularity.py`` compares each entry
@@ -46,14 +46,14 @@ def granularity_of(kind: type[Optimizer], given: str | None) -> Granularity:
     the program says it."""
     if given is not None and given not in get_args(Granularity):
         raise OptionError(f"granularity is {given!r}, and can be 'element' or 'tensor'. {_WORDS}")
-    known = _known(kind)
-    if known == "nothing":
+    in_table = _known(kind)
+    if in_table == "nothing":
         raise ShardingError(
             f"{kind.__name__} works on all parameters at once, so it cannot be sharded; use it as it is"
         )
-    if given == "element" and known == "tensor":
+    if given == "element" and in_table == "tensor":
         raise OptionError(f"{kind.__name__} needs whole parameters, so its granularity cannot be 'element'")
-    found = given or known
+    found = given or in_table
     if found is None:
         raise UnknownOptimizerError(
             f"shard_optimizer() does not know the step of {kind.__module__}.{kind.__qualname__}, so say how its state "
@@ -77,9 +77,9 @@ def _known(kind: type[Optimizer]) -> str | None:
 
 
 def _steps_like(kind: Any, base: Any) -> bool:
-    own = step_of(base)
-    is_pytorchs = own.__module__.startswith("torch.optim")  # and not what a program has put into the class
-    return is_pytorchs and step_of(kind) is own and _init_group(kind) is _init_group(base)
+    own_step = step_of(base)
+    is_pytorchs = own_step.__module__.startswith("torch.optim")  # and not what a program has put into the class
+    return is_pytorchs and step_of(kind) is own_step and _init_group(kind) is _init_group(base)
 
 
 def _init_group(kind: Any) -> Any:

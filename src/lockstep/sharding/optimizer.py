@@ -36,7 +36,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 class _Sharding:
-    """What belongs to one sharded optimizer; does not refer to it."""
+    """The shards and the modules of one sharded optimizer, without a reference to it."""
 
     def __init__(self, shards: Shards, found: list[Replication]) -> None:
         self.shards = shards
@@ -80,7 +80,7 @@ class _IsSharded(type):
 
 
 class ShardedOptimizer(Optimizer, metaclass=_IsSharded):
-    """What ``isinstance`` says of a sharded optimizer, and the methods that :func:`shard_optimizer` gives it.
+    """The class that ``isinstance`` reports for a sharded optimizer, and its methods, from :func:`shard_optimizer`.
 
     Its class stays as it was. ``optimizer.state`` has the state of each parameter that this rank has a part of; its
     tensors are :class:`~lockstep.sharding.StateSlice`. To change it raises :class:`ShardingError`. ``train()`` and
@@ -197,7 +197,7 @@ def _state_dict_of(optimizer: Optimizer, state: dict[Any, Any]) -> dict[str, Any
 
 
 def _names(optimizer: Optimizer) -> Callable[[], dict[int, str]]:
-    """Return a function that returns the names of an optimizer's parameters, which all have one."""
+    """Return a function that looks up the names of an optimizer's parameters, all of which have one."""
 
     def find() -> dict[int, str]:
         names, _ = names_of(optimizer)
@@ -343,8 +343,8 @@ def _bound(function: Callable[..., Any], link: "weakref.ref[Optimizer]") -> Any:
 
 def _trained_or(group: dict[str, Any], with_state: set[int]) -> dict[str, Any]:
     """Return the group with the parameters that are trained or have state; ``with_state`` has the ``id`` of those."""
-    wanted = [each for each in group["params"] if each.requires_grad or id(each) in with_state]
-    return {**group, "params": wanted}
+    kept = [each for each in group["params"] if each.requires_grad or id(each) in with_state]
+    return {**group, "params": kept}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -354,11 +354,11 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def names_of(optimizer: Optimizer) -> tuple[dict[int, str], list[Replication]]:
     """Return the names of the optimizer's replicated parameters, by ``id``, and their modules' replications."""
-    wanted = {id(parameter) for parameter in parameters_of(optimizer)}
+    numbers = {id(parameter) for parameter in parameters_of(optimizer)}
     names: dict[int, str] = {}
     found = []
     for replication in replications():
-        own = {number: name for number, name in replication.replicated_names().items() if number in wanted}
+        own = {number: name for number, name in replication.replicated_names().items() if number in numbers}
         if own:
             found.append(replication)
             names = {**own, **names}

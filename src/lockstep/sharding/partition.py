@@ -39,8 +39,8 @@ def cut_evenly(numels: Sequence[int], world: int) -> list[list[Piece]]:
         [[(0, 0, 100), (1, 0, 128)], [(1, 128, 300)]]
     """
     begins = [0, *accumulate(numels)]
-    each = -(-begins[-1] // (world * ALIGNED)) * ALIGNED
-    cuts = [_aligned(begins, min(rank * each, begins[-1])) for rank in range(world)] + [begins[-1]]
+    elements_a_rank = -(-begins[-1] // (world * ALIGNED)) * ALIGNED
+    cuts = [_aligned(begins, min(rank * elements_a_rank, begins[-1])) for rank in range(world)] + [begins[-1]]
     return [list(_within(begins, start, stop)) for start, stop in pairwise(cuts)]
 
 
@@ -105,10 +105,10 @@ def blocks_of(shape: Sequence[int], start: int, stop: int) -> list[Block]:
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
         return _in_row(shape, start // row, start, stop)
-    found = _in_row(shape, first - 1, start, first * row) if start < first * row else []
+    blocks = _in_row(shape, first - 1, start, first * row) if start < first * row else []
     if first < last:
-        found.append(Block((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
-    return found + (_in_row(shape, last, last * row, stop) if last * row < stop else [])
+        blocks.append(Block((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    return blocks + (_in_row(shape, last, last * row, stop) if last * row < stop else [])
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Block]:

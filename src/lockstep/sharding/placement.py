@@ -32,7 +32,7 @@ class Placed(NamedTuple):
     name: str
     parameter: Tensor
     is_whole: bool
-    """True if it has gone to one rank, as it is."""
+    """True if one rank owns all of it."""
     kind: tuple[torch.dtype, torch.Size, torch.device]
 
 
@@ -71,9 +71,13 @@ class Placement:
         self._views: dict[Piece, Tensor] = {}
         self._layout: Any = None  # of the present parameters, when the pieces were made
 
+    def __repr__(self) -> str:
+        pieces = f"{len(self.own)} of {sum(map(len, self.by_rank))} pieces by {self._granularity}"
+        return f"Placement(rank {self._rank} of {len(self.by_rank)}, {pieces} of {len(self.placed)} parameters)"
+
     @property
     def has_whole(self) -> bool:
-        """True if this rank has a parameter as it is."""
+        """True if this rank owns a whole parameter."""
         return any(self.placed[own.piece.number].is_whole for own in self.own)
 
     def own_devices(self) -> set[torch.device]:
@@ -132,8 +136,8 @@ class Placement:
     def follow(self, groups: Groups) -> bool:
         """Make the pieces anew if parameters have come, have left the groups, or have moved in memory; return True if
         so. Their state is kept. Raises :class:`LayoutError` if they do not fit."""
-        known = (self._numbers.get(id(each)) for group in groups for each in group["params"])
-        present = {number for number in known if number is not None}
+        numbers = (self._numbers.get(id(each)) for group in groups for each in group["params"])
+        present = {number for number in numbers if number is not None}
         layout = self._layout_of(present)
         if present == self._present and layout == self._layout:
             return False
@@ -174,11 +178,11 @@ class Placement:
         return flat(plain(self.placed[piece.number].parameter))[piece.start : piece.stop]
 
     def _digest(self) -> str:
-        found = []
+        lines = []
         for number, order in self.orders.items():
             name, _, is_whole, (dtype, shape, _) = self.placed[number]
-            found.append((name, is_whole, str(dtype), tuple(shape), [dim for dim in order if shape[dim] > 1]))
-        return f"{len(found)} parameters, digest {text_digest(str((found, self.by_rank))):x}"
+            lines.append((name, is_whole, str(dtype), tuple(shape), [dim for dim in order if shape[dim] > 1]))
+        return f"{len(lines)} parameters, digest {text_digest(str((lines, self.by_rank))):x}"
 
     # ------------------------------------------------------------------------------------ checks
 

@@ -1,4 +1,4 @@
-"""Notices optimizers that do more than their granularity allows, where that can be seen."""
+"""Detects some of the optimizers that do more than their granularity allows."""
 
 from collections.abc import Collection, Iterator
 from inspect import unwrap
@@ -23,13 +23,13 @@ _OWN = {"param_groups", "state"}
 
 def check_can_be_sharded(optimizer: Optimizer) -> None:
     """Raise :class:`ShardingError` or :class:`OptionError` if an optimizer cannot step on a part of its parameters."""
-    own = vars(optimizer)
-    if not own.keys() >= _OWN:
+    attributes = vars(optimizer)
+    if not attributes.keys() >= _OWN:
         raise ShardingError(
             f"{type(optimizer).__name__} has no groups and state of its own: it wraps another optimizer; call "
             "shard_optimizer() with that one, before it is wrapped"
         )
-    if "step" in own and not hasattr(own["step"], "_wrapped_by_lr_sched"):
+    if "step" in attributes and not hasattr(attributes["step"], "_wrapped_by_lr_sched"):
         raise ShardingError("optimizer.step has been replaced on this instance; call shard_optimizer() before that")
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -65,7 +65,7 @@ def _is_distributed(value: Any) -> bool:
 
 def _check_attributes(optimizer: Optimizer) -> None:
     """Raise :class:`ShardingError` if an optimizer holds its parameters in other places than its groups and state."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    in_groups = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     groups = [id(group) for group in optimizer.param_groups]
     for name, value in vars(optimizer).items():
         if name in _OWN:
@@ -75,7 +75,7 @@ def _check_attributes(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} has another optimizer in its attribute {name!r}, with groups of its own; "
                 "call shard_optimizer() with that one, before it is wrapped"
             )
-        if any(id(each) in own for each in _leaves(value, 3)):
+        if any(id(each) in in_groups for each in _leaves(value, 3)):
             raise ShardingError(
                 f"{type(optimizer).__name__} keeps its parameters in its attribute {name!r}, so it would step on all "
                 "of them on every rank; use it as it is"

@@ -1,4 +1,4 @@
-"""One number of the gradients that a step takes, by which ranks notice gradients that are not the same on all.
+"""A number computed from the gradients of a step, which shows whether all ranks have the same gradients.
 
 A step looks at a sample: at most ``TENSORS`` gradients, and about ``ELEMENTS`` elements, which are spread over each
 gradient. The next step takes others, so that all are looked at in turn.
@@ -68,5 +68,5 @@ def _sample(parameter: Tensor, name: str, most: int, turn: int) -> Tensor:
 
 
 def digests_of_gradients(named: Sequence[tuple[str, Tensor]]) -> list[int]:
-    """Return a digest of all of each gradient."""
+    """Return a digest of each whole gradient."""
     return Digests([gradient_of(parameter) for _, parameter in named]).each()

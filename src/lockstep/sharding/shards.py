@@ -34,7 +34,7 @@ from lockstep.sharding.placement import Groups, Placement
 from lockstep.sharding.promises import RandomNumbers, check_slices
 from lockstep.sharding.reduced import LateNumber, digests_of_gradients, number_of_gradients
 from lockstep.sharding.shown_state import ShownState
-from lockstep.sharding.streams import Moves, Streams, Targets
+from lockstep.sharding.streams import GatheredStreams, Moves, Targets
 
 Action = Callable[[Optimizer], Any]
 
@@ -51,7 +51,7 @@ class Shards:
         self._kind = kind
         self._is_known = is_known(kind)
         self._is_cut = granularity == "element"
-        self._streams: Streams | None = None  # None if there is one rank
+        self._streams: GatheredStreams | None = None  # None if there is one rank
         self._moves: list[Moves] = []  # the places of each rank's pieces in the parameters
         self._others = Targets([])  # those of the other ranks
         self._outside: list[tuple[list[Tensor], Any]] = []  # what the groups have between steps
@@ -62,6 +62,9 @@ class Shards:
         self._cut_short = ""  # why the weights or the state may be of two steps; other ranks may not know it
         self._failed = ""  # the same, known on all ranks
 
+    def __repr__(self) -> str:
+        return f"Shards({self._kind.__name__}, step {self.steps}, {self.placement})"
+
     # ------------------------------------------------------------------------------------- placing
 
     def place(self, groups: Groups, all_groups: Groups, find_names: Callable[[], dict[int, str]]) -> None:
@@ -71,10 +74,10 @@ class Shards:
             places = [[as_bytes(self.placement.memory_of(piece)) for piece in each] for each in self.placement.by_rank]
             lengths = [sum(place.numel() for place in each) for each in places]
             device = self.placement.placed[0].parameter.device if self.placement.placed else self.collectives.device
-            self._streams = Streams(lengths, self.collectives, device)
+            self._streams = GatheredStreams(lengths, self.collectives, device)
             self._moves = [self._streams.moves(each) for each in places]
-            own = self.collectives.rank
-            self._others = Targets([None if rank == own else moves for rank, moves in enumerate(self._moves)])
+            own_rank = self.collectives.rank
+            self._others = Targets([None if rank == own_rank else moves for rank, moves in enumerate(self._moves)])
 
     # -------------------------------------------------------------------------------------- a step
 
@@ -95,11 +98,11 @@ class Shards:
             check()
             groups = optimizer.param_groups
             self.place([_with_gradients(group) for group in groups], groups, find_names)
-            taken = self._take_gradients()
-            if isinstance(taken, LateNumber):
-                number, late = 0 if earlier is None else earlier.read(), taken
+            gradients = self._take_gradients()
+            if isinstance(gradients, LateNumber):
+                number, late = 0 if earlier is None else earlier.read(), gradients
             else:
-                number = taken
+                number = gradients
         except Exception as error:
             cause = error
         self._agree(optimizer, what, cause, number, is_late=late is not None)
@@ -115,7 +118,7 @@ class Shards:
 
     @outside_compiler
     def prepare_other(self, optimizer: Optimizer, what: str, find_names: Callable[[], dict[int, str]]) -> None:
-        """Get ready for another method that changes weights; as :meth:`prepare`."""
+        """Prepare another method that changes weights, as :meth:`prepare` does for a step."""
         cause: Exception | None = None
         self._check_not_cut_short()
         try:
@@ -157,13 +160,13 @@ class Shards:
 
     @outside_compiler
     def _leave(self, optimizer: Optimizer) -> None:
-        own = vars(optimizer)
+        attributes = vars(optimizer)
         for group, (params, names) in zip(optimizer.param_groups, self._outside, strict=False):
             group["params"] = params
             if names is not None:
                 group["param_names"] = names
-        self.placement.state = own["state"]  # the step may have replaced it
-        own.update(self._hooks, state=self.shown)
+        self.placement.state = attributes["state"]  # the step may have replaced it
+        attributes.update(self._hooks, state=self.shown)
 
     @outside_compiler
     def finish(self, optimizer: Optimizer, what: str, failure: Exception | None) -> None:
@@ -181,8 +184,8 @@ class Shards:
             if failure is not None:
                 raise failure
             return
-        own = self._moves[self.collectives.rank]
-        failed = self._streams.gather(own, self._others, f"weights, {what}", int(failure is not None))
+        own_moves = self._moves[self.collectives.rank]
+        failed = self._streams.gather(own_moves, self._others, f"weights, {what}", int(failure is not None))
         self._cut_short = ""
         if failed:
             self._give_back(self._streams, what)
@@ -218,7 +221,7 @@ class Shards:
             if not self.placement.placed[piece.number].is_whole:
                 tensor.grad = None  # else the gradient's memory could not be used again
 
-    def _give_back(self, streams: Streams, what: str) -> None:
+    def _give_back(self, streams: GatheredStreams, what: str) -> None:
         """Restore the old values of every rank's pieces: each rank sends those of the next rank, which it still has."""
         rank, world = self.collectives.rank, self.collectives.world
         targets: list[Moves | None] = [None] * world
@@ -227,13 +230,13 @@ class Shards:
 
     def _raise(self, what: str, failure: Exception | None) -> NoReturn:
         text = "" if failure is None else shortened(f"{type(failure).__name__}: {failure}", LONGEST_HEADLINE)
-        told = all_gather_object(text, "error of a sharded step", self.collectives)
+        errors = all_gather_object(text, "error of a sharded step", self.collectives)
         if failure is not None:
             raise failure
-        rank = next(rank for rank, each in zip(self.collectives.global_ranks, told, strict=True) if each)
+        rank = next(rank for rank, each in zip(self.collectives.global_ranks, errors, strict=True) if each)
         raise PeerError(
             f"rank {self.collectives.global_rank}: {what} of the optimizer has failed on rank {rank} "
-            f"({next(filter(None, told))}); every rank has the weights from before it"
+            f"({next(filter(None, errors))}); every rank has the weights from before it"
         )
 
     # ----------------------------------------------------------------------------------- agreeing
@@ -261,18 +264,18 @@ class Shards:
             return
         problem = "" if cause is None else f"{type(cause).__name__}: {cause}"
         lines = self._describe(optimizer.param_groups, what, number is not None)
-        told = all_gather_object(
+        answers = all_gather_object(
             [problem, text_digest(json.dumps(lines)), number], "step of a sharded optimizer", self.collectives
         )
-        if first_differing(told) is None and not problem:
+        if first_differing(answers) is None and not problem:
             return
         self._drop_gradients()
         if cause is not None:
             raise cause
-        for rank, (theirs, *_) in zip(self.collectives.global_ranks, told, strict=True):
-            if theirs:
-                raise PeerError(f"rank {rank} cannot take {what} of its sharded optimizer: {theirs}")
-        if first_differing([digest for _, digest, _ in told]) is None:
+        for rank, (their_problem, *_) in zip(self.collectives.global_ranks, answers, strict=True):
+            if their_problem:
+                raise PeerError(f"rank {rank} cannot take {what} of its sharded optimizer: {their_problem}")
+        if first_differing([digest for _, digest, _ in answers]) is None:
             self._raise_gradients(is_late)
         self._raise_difference(lines)
 

@@ -1,4 +1,4 @@
-"""``optimizer.state`` of a sharded optimizer between its steps: this rank's part, which can be read and not changed."""
+"""``optimizer.state`` of a sharded optimizer between its steps: this rank's part, which is read-only."""
 
 from collections.abc import Iterator, MutableMapping
 from typing import Any, NoReturn
@@ -69,13 +69,13 @@ class ShownState(MutableMapping[Any, Any]):
 
 def sharded_state(placement: Placement) -> dict[Any, Any]:
     """Return this rank's state by parameter; tensors that belong to its elements are slices."""
-    found: dict[Any, Any] = {key: value for key, value in placement.state.items() if not isinstance(key, Tensor)}
+    shown: dict[Any, Any] = {key: value for key, value in placement.state.items() if not isinstance(key, Tensor)}
     for own in placement.own:
         if own.tensor in placement.state:
             parameter = placement.placed[own.piece.number].parameter
             values = placement.state[own.tensor].items()
-            found[parameter] = {name: _shown(value, own, placement) for name, value in values}
-    return found
+            shown[parameter] = {name: _shown(value, own, placement) for name, value in values}
+    return shown
 
 
 def _shown(value: Any, own: OwnPiece, placement: Placement) -> Any:

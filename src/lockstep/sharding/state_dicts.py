@@ -19,7 +19,7 @@ from lockstep.sharding.pieces import flat, in_order, is_same_order, memory_order
 from lockstep.sharding.placement import OwnPiece, Placement
 from lockstep.sharding.shown_state import is_of_elements
 from lockstep.sharding.state_slice import StateSlice
-from lockstep.sharding.streams import Moves, Streams, Targets
+from lockstep.sharding.streams import GatheredStreams, Moves, Targets
 
 State = dict[Any, Any]
 
@@ -32,16 +32,16 @@ def sliced(placement: Placement, state: Mapping[Any, Any], parameters: Sequence[
 
     State of parameters that other ranks step on alone is left out.
     """
-    found: State = {}
+    by_parameter: State = {}
     for key, values in state.items():
         if not isinstance(key, int) or key >= len(parameters):
-            found[key] = values
+            by_parameter[key] = values
             continue
         number = placement.number_of(parameters[key])
         own = next((each for each in placement.own if each.piece.number == number), None)
         if own is not None:
-            found[key] = {name: _part_of(value, own, parameters[key], name) for name, value in values.items()}
-    return found
+            by_parameter[key] = {name: _part_of(value, own, parameters[key], name) for name, value in values.items()}
+    return by_parameter
 
 
 def _part_of(value: Any, own: OwnPiece, parameter: Tensor, name: str) -> Any:
@@ -82,12 +82,12 @@ def _check_slice(value: StateSlice, own: OwnPiece, parameter: Tensor, name: str)
 
 def by_piece(placement: Placement, state: Mapping[Any, Any]) -> State:
     """Return state by parameter, as :func:`sliced` makes it, by tensor of this rank's pieces."""
-    found: State = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    pieces: State = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
     for own in placement.own:
         values = state.get(placement.placed[own.piece.number].parameter)
         if values is not None:
-            found[own.tensor] = {name: _as_tensor(value, own) for name, value in values.items()}
-    return found
+            pieces[own.tensor] = {name: _as_tensor(value, own) for name, value in values.items()}
+    return pieces
 
 
 def _as_tensor(value: Any, own: OwnPiece) -> Any:
@@ -119,20 +119,22 @@ def full_state(placement: Placement, collectives: Collectives, keeps: bool) -> S
     """
     device = plain(placement.placed[0].parameter).device if placement.placed else collectives.device
     rest = _packed(placement)
-    own = _Described(_names(placement), len(rest), _problem_of(placement, rest))
-    told = [_Described(*each) for each in all_gather_object(own, "what ranks have of the state", collectives)]
-    problem = next((each.problem for each in told if each.problem), "")
+    description = _Described(_names(placement), len(rest), _problem_of(placement, rest))
+    descriptions = [
+        _Described(*each) for each in all_gather_object(description, "what ranks have of the state", collectives)
+    ]
+    problem = next((each.problem for each in descriptions if each.problem), "")
     if problem:
         raise ShardingError(problem)
-    result = _Whole(placement, told, device)
+    result = _AssembledState(placement, descriptions, device)
     places = [*_own_places(placement), torch.frombuffer(bytearray(rest), dtype=torch.uint8).to(device)]
-    targets = [result.places(rank) for rank in range(len(told))] if keeps else None
-    if len(told) == 1:
+    targets = [result.places(rank) for rank in range(len(descriptions))] if keeps else None
+    if len(descriptions) == 1:
         for place, target in zip(places, (targets or [[]])[0], strict=False):
             target.copy_(place)
     else:
-        streams = Streams([result.length(rank) for rank in range(len(told))], collectives, device)
-        moves: list[Moves | None] = [None] * len(told)
+        streams = GatheredStreams([result.length(rank) for rank in range(len(descriptions))], collectives, device)
+        moves: list[Moves | None] = [None] * len(descriptions)
         if targets is not None:
             moves = [streams.moves(each) for each in targets]
         streams.gather(streams.moves(places), Targets(moves), "state of the optimizer")
@@ -171,13 +173,13 @@ def _names(placement: Placement) -> list[list[list[str]] | None]:
 
 def _packed(placement: Placement) -> bytes:
     """Return, as bytes, the state that is not a tensor with an element for each weight, by the number of the piece."""
-    found = {}
+    rests = {}
     for number, own in enumerate(placement.own):
         state = placement.state.get(own.tensor, {})
         rest = {name: value for name, value in state.items() if not is_of_elements(value, own)}
-        found[number] = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, rest)
+        rests[number] = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, rest)
     file = io.BytesIO()
-    torch.save(found, file)
+    torch.save(rests, file)
     return file.getvalue()
 
 
@@ -190,7 +192,7 @@ def _own_places(placement: Placement) -> list[Tensor]:
     ]
 
 
-class _Whole:
+class _AssembledState:
     """The whole state, while it is assembled."""
 
     def __init__(self, placement: Placement, told: Sequence[_Described], device: torch.device) -> None:
@@ -229,15 +231,15 @@ class _Whole:
 
     def state(self) -> State:
         """Return the state by parameter, after all streams have arrived."""
-        found: dict[int, State] = {}
-        for rank, told in enumerate(self._told):
+        values: dict[int, State] = {}
+        for rank, description in enumerate(self._told):
             rest = torch.load(io.BytesIO(bytes(self._rests[rank].tolist())), weights_only=True)
-            for number, (piece, names) in enumerate(zip(self._placement.by_rank[rank], told.names, strict=True)):
-                if names is not None and piece.number not in found:
-                    found[piece.number] = {
+            for number, (piece, names) in enumerate(zip(self._placement.by_rank[rank], description.names, strict=True)):
+                if names is not None and piece.number not in values:
+                    values[piece.number] = {
                         name: self._whole(piece.number, name) if dtype else rest[number][name] for name, dtype in names
                     }
-        return {self._placement.placed[index].parameter: found[index] for index in sorted(found)}
+        return {self._placement.placed[index].parameter: values[index] for index in sorted(values)}
 
     def _whole(self, index: int, name: str) -> Tensor:
         return like_parameter(self._tensors[index, name], self._placement.placed[index].parameter)

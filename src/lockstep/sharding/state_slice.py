@@ -1,4 +1,4 @@
-"""``StateSlice``: this rank's slice of a tensor of an optimizer's state, which can be saved and loaded, and no more.
+"""``StateSlice``: this rank's slice of a tensor of an optimizer's state, which can only be saved and loaded.
 
 It has the shape, dtype and device of the whole tensor, and implements the protocol of ``torch.distributed.checkpoint``.
 A checkpoint holds rectangular blocks, into which the ranks' slices are cut, so it can be loaded on any number of ranks,
@@ -32,9 +32,9 @@ class StateSlice(Tensor):
     @staticmethod
     def __new__(cls: Any, local: Tensor, start: int, shape: Sequence[int], order: list[int]) -> "StateSlice":
         """Wrap a slice of a tensor of this shape, whose dimensions lie in memory in this order."""
-        made: StateSlice = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made.local, made.start, made.order = local, start, order
-        return made
+        state_slice: StateSlice = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        state_slice.local, state_slice.start, state_slice.order = local, start, order
+        return state_slice
 
     @classmethod
     def of(cls, local: Tensor, start: int, like: Tensor) -> "StateSlice":
@@ -49,12 +49,12 @@ class StateSlice(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Copy or move the slice; raise for anything else, as only the whole tensor has a right result."""
+        """Copy or move the slice; raise for anything else, since only the whole tensor gives the right result."""
         if func not in _KEEPS or not isinstance(args[0], StateSlice):
             _refuse(f"{func}")
-        given = args[0]
+        argument = args[0]
         options = {name: value for name, value in (kwargs or {}).items() if name != "memory_format"}
-        return cls(func(given.local, **options), given.start, given.shape, given.order)
+        return cls(func(argument.local, **options), argument.start, argument.shape, argument.order)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("pickling it (torch.save)")
@@ -62,8 +62,8 @@ class StateSlice(Tensor):
     # ------------------------------------------------------- the protocol of torch.distributed.checkpoint
 
     def _blocks(self) -> list[Block]:
-        found = blocks_of(in_order(self.shape, self.order), self.start, self.start + self.local.numel())
-        return [Block(*(in_former_order(each, self.order) for each in block)) for block in found]
+        blocks = blocks_of(in_order(self.shape, self.order), self.start, self.start + self.local.numel())
+        return [Block(*(in_former_order(each, self.order) for each in block)) for block in blocks]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         """Return the items that a checkpoint writes for this rank, one for each block."""

@@ -121,7 +121,7 @@ class Targets:
             torch._foreach_copy_(places, views)
 
     def _find_runs(self, number: int) -> list[_Run]:
-        found: list[_Run] = []
+        runs: list[_Run] = []
         last: dict[tuple[int, int], _Run] = {}
         for rank, moves in enumerate(self.moves):
             for begin, part in moves.parts(number) if moves is not None else ():
@@ -129,12 +129,12 @@ class Targets:
                 if run is not None and run.continues(rank, part):
                     run.parts.append(part)
                 else:
-                    found.append(_Run(rank, begin, [part]))
-                    last[begin, part.numel()] = found[-1]
-        return found
+                    runs.append(_Run(rank, begin, [part]))
+                    last[begin, part.numel()] = runs[-1]
+        return runs
 
 
-class Streams:
+class GatheredStreams:
     """A stream of each rank, gathered by all."""
 
     def __init__(self, lengths: Sequence[int], collectives: Collectives, device: torch.device) -> None:
@@ -165,7 +165,7 @@ class Streams:
         for all where ranks share memory. On accelerators the marks are compared by a small collective of their own,
         before anything else: to read one from a chunk, the host would wait for the device.
         """
-        chunks = _Chunks(self, own, targets, mark)
+        chunks = _GatheredChunks(self, own, targets, mark)
         if self._device.type != "cpu":
             chunks.refused = any(all_gather_object(mark, f"marks of {what}", self._collectives))
             if chunks.refused:
@@ -176,7 +176,7 @@ class Streams:
             self._gather_one_by_one(chunks, what)
         return bool(chunks.refused)
 
-    def _gather_one_by_one(self, chunks: "_Chunks", what: str) -> None:
+    def _gather_one_by_one(self, chunks: "_GatheredChunks", what: str) -> None:
         """Copy a chunk while the next one is under way; but nothing before all marks are known."""
         rank, both = self._collectives.rank, self._kept or self._make_buffers()
         buffers = [each.view(-1, self.chunk) for each in both]
@@ -199,10 +199,10 @@ class Streams:
             chunks.take_all(number, buffers[number % 2])
 
 
-class _Chunks:
+class _GatheredChunks:
     """The chunks of one gather: see :class:`~lockstep._base.abilities.Chunks`."""
 
-    def __init__(self, streams: Streams, own: Moves, targets: Targets, mark: int) -> None:
+    def __init__(self, streams: GatheredStreams, own: Moves, targets: Targets, mark: int) -> None:
         self.count = streams.count
         self.nbytes = streams.chunk
         self.refused: bool | None = None

@@ -25,7 +25,7 @@ _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
 }
 
 
-class Reduction:
+class TensorReduction:
     """Reduces tensors of one dtype, one per rank, to one tensor.
 
     Half precision is rounded once, at the end, for more than two ranks and for a mean. A mean of whole numbers is the

@@ -27,7 +27,7 @@ from lockstep.shm.arguments import check_numel, check_tensors, check_writable, f
 from lockstep.shm.constants import GRACE_SECONDS, LIVENESS_SECONDS
 from lockstep.shm.inter_host import wait_alive
 from lockstep.shm.many_hosts import Algorithm
-from lockstep.shm.messages import Descriptor, Kind
+from lockstep.shm.messages import CollectiveKind, Descriptor
 from lockstep.shm.works import ShmWork
 
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
@@ -220,7 +220,7 @@ class CollectivesOfGloo:
 
     def _begin_on_gloo(
         self,
-        kind: Kind,
+        kind: CollectiveKind,
         given: list[Tensor],
         outputs: list[Tensor],
         opts: Any,
@@ -234,8 +234,8 @@ class CollectivesOfGloo:
         what = kind.name.lower()
         check_tensors([*given, *outputs], what)
         check_writable(outputs, what)
-        numel = given[0].numel() if kind is not Kind.ALL_TO_ALL else 0
-        root = self._global_ranks[opts.rootRank] if kind is not Kind.ALL_TO_ALL else 0
+        numel = given[0].numel() if kind is not CollectiveKind.ALL_TO_ALL else 0
+        root = self._global_ranks[opts.rootRank] if kind is not CollectiveKind.ALL_TO_ALL else 0
         descriptor = Descriptor(kind, given[0].dtype, numel, root=root)
 
         def run(algorithm: Algorithm) -> None:
@@ -261,7 +261,7 @@ class CollectivesOfGloo:
         def begin(group: Any, received: list[Tensor]) -> Any:
             return group.gather(_nested(received, outputs), _bytes_of_each(inputs), opts)
 
-        return self._begin_on_gloo(Kind.GATHER, inputs, flat, opts, begin)
+        return self._begin_on_gloo(CollectiveKind.GATHER, inputs, flat, opts, begin)
 
     @outside_compiler
     @with_overloads(dist.ScatterOptions, ["output_tensors output_tensor", "input_tensors"], ["root", "timeout"])
@@ -274,7 +274,7 @@ class CollectivesOfGloo:
         def begin(group: Any, received: list[Tensor]) -> Any:
             return group.scatter(received, _nested(_bytes_of_each(flat), inputs), opts)
 
-        return self._begin_on_gloo(Kind.SCATTER, [*outputs, *flat], outputs, opts, begin)
+        return self._begin_on_gloo(CollectiveKind.SCATTER, [*outputs, *flat], outputs, opts, begin)
 
     @outside_compiler
     @with_overloads(dist.AllToAllOptions, ["output_tensors", "input_tensors"])
@@ -291,7 +291,7 @@ class CollectivesOfGloo:
             for each, part in zip(received, together.split(taken), strict=True):
                 each.copy_(part)
 
-        return self._begin_on_gloo(Kind.ALL_TO_ALL, inputs, outputs, opts, begin, after)
+        return self._begin_on_gloo(CollectiveKind.ALL_TO_ALL, inputs, outputs, opts, begin, after)
 
     @outside_compiler
     @with_overloads(
@@ -306,7 +306,7 @@ class CollectivesOfGloo:
             sent = flatten([x]).view(torch.uint8)
             return group.alltoall_base(_rows(received[0], output), _rows(sent, x), output_sizes, input_sizes, opts)
 
-        return self._begin_on_gloo(Kind.ALL_TO_ALL, [x], [output], opts, begin)
+        return self._begin_on_gloo(CollectiveKind.ALL_TO_ALL, [x], [output], opts, begin)
 
     alltoall_base = all_to_all_single
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep._base import debug
 from lockstep._base.abilities import Abilities, Addition, Chunks
 from lockstep.errors import AgreementError, CommunicationError, OptionError
 from lockstep.shm.gloo import CollectivesOfGloo, MessageWork
@@ -63,6 +64,11 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._set_default_backend(gloo)
         self._end = weakref.finalize(self, _end, self._queue, self._runtime)
 
+    def __repr__(self) -> str:
+        ended = self._runtime.peers.reason
+        state = f"{self._begun} collectives begun" if ended is None else f"ended: {ended}"
+        return f"ProcessGroupShm(rank {self._global_rank} of ranks {self._global_ranks}, {state})"
+
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor of one dimension, uninitialised, in memory that every rank of the host can see.
 
@@ -111,7 +117,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         return self._group_name
 
     def setGroupDesc(self, description: str) -> None:
-        """Set the text that says what the group is for."""
+        """Set the description of the group."""
         self._group_desc = description
 
     def getGroupDesc(self) -> str:
@@ -204,14 +210,20 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
     def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
         if self._runtime.peers.inherited:
             raise CommunicationError(str(self._runtime.peers.reason))
-        given = getattr(opts, "timeout", None)
-        timeout = given.total_seconds() if given is not None and given > timedelta(0) else self._timeout
+        asked_timeout = getattr(opts, "timeout", None)
+        timeout = (
+            asked_timeout.total_seconds()
+            if asked_timeout is not None and asked_timeout > timedelta(0)
+            else self._timeout
+        )
         runtime, global_rank = self._runtime, self._global_rank
 
         def run_collective(_: Any = self) -> None:  # holds the group: it is in use until this has run
             _run(runtime, run, timeout, global_rank)
 
         self._begun += 1
+        if debug.printed:
+            debug.log_of("shm").debug("%s, collective %d of group %s", what, self._begun, self.getGroupName())
         work = ShmWork(self._queue, run_collective, outputs, what)
         return self._queue.add(work, background=getattr(opts, "asyncOp", True))
 

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from lockstep._base.store import BoundedStore, StoreLostError
 from lockstep._base.texts import first_line
 from lockstep.errors import CommunicationError
-from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.arithmetic import TensorReduction
 from lockstep.shm.constants import FAILURE_KEY, GLOO_DTYPES, GRACE_SECONDS, LIVENESS_SECONDS
 from lockstep.shm.messages import Op
 from lockstep.shm.peers import Peers
@@ -131,7 +131,7 @@ class InterHost:
             return
         parts = [torch.empty_like(x) for _ in self.hosts]
         self._all_gather([_as_bytes(part) for part in parts], _as_bytes(x), timeout)
-        Reduction(op, x.dtype)(parts, x)
+        TensorReduction(op, x.dtype)(parts, x)
 
     def broadcast(self, x: Tensor, host: int, timeout: float) -> None:
         """Copy the tensor of one host's leader to all leaders, in place."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lockstep._base.abilities import Addition, Chunks
 from lockstep.errors import OptionError
-from lockstep.shm.arithmetic import Reduction, divide
+from lockstep.shm.arithmetic import TensorReduction, divide
 from lockstep.shm.constants import GRACE_SECONDS
 from lockstep.shm.inter_host import InterHost
-from lockstep.shm.messages import Descriptor, Kind, MessageKind, Op, disagreement, said_by
+from lockstep.shm.messages import CollectiveKind, Descriptor, MessageKind, Op, disagreement, said_by
 from lockstep.shm.one_host import OneHost
 from lockstep.shm.staging import Staging
 
@@ -38,8 +38,8 @@ class ManyHosts:
         messages = self._staging.exchange(descriptor.pack(), self._timeout)
         verdict: bytes = MessageKind.STEP
         if self._inter_host.leads:
-            said = said_by(messages, self._staging.peers.global_ranks)
-            verdict += self._inter_host.compare(said, self._timeout)
+            collectives = said_by(messages, self._staging.peers.global_ranks)
+            verdict += self._inter_host.compare(collectives, self._timeout)
         of_leader = self._staging.exchange(verdict, self._local.timeout)[0][1:]
         if of_leader:
             raise disagreement(json.loads(of_leader))
@@ -52,7 +52,7 @@ class ManyHosts:
 
     def barrier(self) -> None:
         """See :class:`OneHost`."""
-        self.agree(Descriptor(Kind.BARRIER))
+        self.agree(Descriptor(CollectiveKind.BARRIER))
 
     def all_reduce(
         self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0, rounded_to: torch.dtype | None = None
@@ -60,12 +60,12 @@ class ManyHosts:
         """See :class:`OneHost`; each host sends its sum once, and rounds nothing."""
         if rounded_to is not None:
             raise OptionError("all_reduce: the ranks are on several hosts, which would round again; use all-to-all")
-        self.agree(Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors))
+        self.agree(Descriptor(CollectiveKind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors))
         self._all_reduce(x, op, factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
         """See :class:`OneHost`; every host gets the result."""
-        self.agree(Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self._inter_host.global_ranks[root]))
+        self.agree(Descriptor(CollectiveKind.REDUCE, x.dtype, x.numel(), op, self._inter_host.global_ranks[root]))
         work = x if self._inter_host.rank == root else x.clone()
         self._all_reduce(work, op)
 
@@ -73,7 +73,7 @@ class ManyHosts:
         """See :class:`OneHost`; it goes to each other host once."""
         between = self._inter_host
         global_root = between.global_ranks[root]
-        self.agree(Descriptor(Kind.BROADCAST, x.dtype, x.numel(), root=global_root))
+        self.agree(Descriptor(CollectiveKind.BROADCAST, x.dtype, x.numel(), root=global_root))
         source = next(i for i, host in enumerate(between.hosts) if root in host)
         if between.host == source:
             self._local.broadcast(x, between.hosts[source].index(root))
@@ -85,17 +85,17 @@ class ManyHosts:
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
         """See :class:`OneHost`; each host sends what its ranks have once."""
         between = self._inter_host
-        self.agree(Descriptor(Kind.ALL_GATHER, x.dtype, x.numel(), tensors=tensors))
+        self.agree(Descriptor(CollectiveKind.ALL_GATHER, x.dtype, x.numel(), tensors=tensors))
         largest = max(map(len, between.hosts))
         rows = x.new_empty(len(between.hosts), largest, x.numel())
-        own = rows[between.host]
-        self._local.all_gather([own[i] for i in range(len(between.hosts[between.host]))], x)
+        host_row = rows[between.host]
+        self._local.all_gather([host_row[i] for i in range(len(between.hosts[between.host]))], x)
         if between.leads and x.numel():
             between.all_gather(rows.unbind(), self._timeout)
         self._local.broadcast(rows.view(-1), 0)
         for host, row in zip(between.hosts, rows, strict=True):
-            for rank, given in zip(host, row, strict=False):
-                outputs[rank].copy_(given)
+            for rank, tensor in zip(host, row, strict=False):
+                outputs[rank].copy_(tensor)
 
     def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition], gathered: int = 0) -> None:
         """See :class:`OneHost`: not over several hosts."""
@@ -107,13 +107,13 @@ class ManyHosts:
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """See :class:`OneHost`; each host sends the sum of all inputs once."""
-        self.agree(Descriptor(Kind.REDUCE_SCATTER, output.dtype, output.numel(), op, tensors=tensors))
+        self.agree(Descriptor(CollectiveKind.REDUCE_SCATTER, output.dtype, output.numel(), op, tensors=tensors))
         whole = torch.cat(list(inputs))
         self._all_reduce(whole, op)
         output.copy_(whole[self._inter_host.rank * output.numel() :][: output.numel()])
 
     def _all_reduce(self, x: Tensor, op: Op, factor: float = 1.0) -> None:
-        Reduction(op, x.dtype)  # raises on every rank what cannot be reduced
+        TensorReduction(op, x.dtype)  # raises on every rank what cannot be reduced
         mean = op is Op.AVG
         op = Op.SUM if mean else op
         if mean and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.int64):

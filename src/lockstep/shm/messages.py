@@ -20,18 +20,18 @@ class MessageKind(bytes, Enum):
     STEP = b"S"
     """The next step of the collective: the sender has written its part and has read everything from the step before."""
     MEMORY = b"M"
-    """Shared memory is to be mapped: its number and size. The next message of this rank is the FILE."""
+    """Map this shared memory, given by number and size. The next message of the rank is FILE."""
     FILE = b"F"
     """Carries the file descriptor of the memory announced by the MEMORY message before it."""
     RETIRED = b"R"
-    """Memory that is not needed any more: the numbers of its pieces."""
+    """Unmap these pieces of shared memory, given by number."""
     ABORT = b"A"
     """The group has ended for all ranks; the message says why."""
     LEAVE = b"L"
     """This rank has left the group."""
 
 
-class Kind(IntEnum):
+class CollectiveKind(IntEnum):
     """The collectives, by number."""
 
     ALL_REDUCE = 0
@@ -67,7 +67,7 @@ _PER_RANK = struct.Struct("<qQd")
 class Descriptor:
     """One collective as one rank describes it: the fields that must be the same on all ranks."""
 
-    kind: Kind
+    kind: CollectiveKind
     dtype: torch.dtype = torch.uint8
     numel: int = 0
     """Number of elements that a rank contributes, over all tensors (for ``REDUCE_SCATTER``: that a rank receives)."""
@@ -90,20 +90,27 @@ class Descriptor:
         _, kind, op, dtype, rounded_to, root, numel, tensors = _COMMON.unpack_from(message)
         dtypes = list(_codes())
         rounds = None if rounded_to == dtype else dtypes[rounded_to]
-        return cls(Kind(kind), dtypes[dtype], numel, Op(op), root, tensors, rounds)
+        return cls(CollectiveKind(kind), dtypes[dtype], numel, Op(op), root, tensors, rounds)
 
     def __str__(self) -> str:
         name = self.kind.name.lower()
-        if self.kind is Kind.BARRIER:
+        if self.kind is CollectiveKind.BARRIER:
             return name
-        if self.kind is Kind.ALL_TO_ALL:  # what goes where may differ
+        if self.kind is CollectiveKind.ALL_TO_ALL:  # what goes where may differ
             return f"{name}({self.dtype})"
         several = f" in {self.tensors} tensors" if self.tensors != 1 else ""
         details = [] if self.rounded_to is None else [f"rounded to {self.rounded_to}"]
-        if self.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
+        if self.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE, CollectiveKind.REDUCE_SCATTER):
             details.append(self.op.name)
-        if self.kind in (Kind.REDUCE, Kind.GATHER, Kind.BROADCAST, Kind.SCATTER):
-            details.append(f"{'to' if self.kind in (Kind.REDUCE, Kind.GATHER) else 'from'} rank {self.root}")
+        if self.kind in (
+            CollectiveKind.REDUCE,
+            CollectiveKind.GATHER,
+            CollectiveKind.BROADCAST,
+            CollectiveKind.SCATTER,
+        ):
+            details.append(
+                f"{'to' if self.kind in (CollectiveKind.REDUCE, CollectiveKind.GATHER) else 'from'} rank {self.root}"
+            )
         return f"{name}({', '.join([f'{self.numel} elements{several}', str(self.dtype), *details])})"
 
 
@@ -141,10 +148,10 @@ def said_by(messages: Sequence[bytes], global_ranks: Sequence[int]) -> dict[str,
     common = messages[0][: _COMMON.size]
     if all(message.startswith(common) for message in messages):
         return {str(Descriptor.unpack(common)): list(global_ranks)}
-    said: dict[str, list[int]] = {}
+    collectives: dict[str, list[int]] = {}
     for rank, message in zip(global_ranks, messages, strict=True):
-        said.setdefault(str(Descriptor.unpack(message)), []).append(rank)
-    return said
+        collectives.setdefault(str(Descriptor.unpack(message)), []).append(rank)
+    return collectives
 
 
 def compare(messages: Sequence[bytes], global_ranks: Sequence[int]) -> None:

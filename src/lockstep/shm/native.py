@@ -239,13 +239,13 @@ _OPS = {int(getattr(dist.ReduceOp, op.name)): op for op in Op}
 def _op(opts: Any) -> Op:
     if opts is None:
         return Op.SUM
-    given: Any = getattr(opts, "reduceOp", opts)
-    given = getattr(given, "op", given)
+    reduce_op: Any = getattr(opts, "reduceOp", opts)
+    reduce_op = getattr(reduce_op, "op", reduce_op)
     try:
-        return _OPS[int(given)]
+        return _OPS[int(reduce_op)]
     except KeyError:
-        known = ", ".join(op.name for op in Op)
-        raise OptionError(f"the shm process group does not know {given}; it knows {known}") from None
+        names = ", ".join(op.name for op in Op)
+        raise OptionError(f"the shm process group does not know {reduce_op}; it knows {names}") from None
 
 
 def _root(opts: Any, size: int, what: str) -> int:
@@ -282,8 +282,8 @@ def check_sparse(tensors: list[Tensor], op: Op) -> None:
     """Raise unless there is exactly one tensor, sparse COO and on the CPU, and the reduction is a sum."""
     x = tensors[0]
     if len(tensors) != 1 or x.layout != torch.sparse_coo or x.device.type != "cpu":
-        given = ", ".join(f"{each.layout} on {each.device}" for each in tensors)
-        raise LayoutError(f"all_reduce: expected a dense tensor, or one sparse_coo tensor, on the CPU; got {given}")
+        layouts = ", ".join(f"{each.layout} on {each.device}" for each in tensors)
+        raise LayoutError(f"all_reduce: expected a dense tensor, or one sparse_coo tensor, on the CPU; got {layouts}")
     if op is not Op.SUM:
         raise OptionError(f"all_reduce: sparse tensors can be summed only, got {op.name}; use .to_dense()")
 
@@ -294,25 +294,25 @@ def all_reduce_sparse(algorithm: Algorithm, global_ranks: list[int], x: Tensor) 
     Every rank gathers the entries of all, in three all-gathers, and adds them up in the order of the ranks.
     """
     size = len(global_ranks)
-    mine = x.detach().coalesce()
-    indices, values = mine.indices(), mine.values()
+    own_entries = x.detach().coalesce()
+    indices, values = own_entries.indices(), own_entries.values()
     header = torch.tensor([values.shape[0], x.sparse_dim(), *x.shape], dtype=torch.int64, device="cpu")
     headers = [each.tolist() for each in _gathered(algorithm, size, header)]
     if any(each[1:] != headers[0][1:] for each in headers):
-        said = "; ".join(
+        shapes = "; ".join(
             f"rank {rank}: {tuple(each[2:])} with {each[1]} sparse dimensions"
             for rank, each in zip(global_ranks, headers, strict=True)
         )
         raise AgreementError(
-            f"the ranks sum sparse tensors of different shapes, and no result has been written: {said}"
+            f"the ranks sum sparse tensors of different shapes, and no result has been written: {shapes}"
         )
     counts = [each[0] for each in headers]
     most = max(counts)
     all_values = _gathered(algorithm, size, _padded(values, most))
     all_indices = _gathered(algorithm, size, _padded(indices.t(), most))
-    found = torch.cat([each[:count] for each, count in zip(all_indices, counts, strict=True)]).t()
+    all_entries = torch.cat([each[:count] for each, count in zip(all_indices, counts, strict=True)]).t()
     summed = torch.cat([each[:count] for each, count in zip(all_values, counts, strict=True)])
-    total = torch.sparse_coo_tensor(found, summed, x.shape, check_invariants=False).coalesce()
+    total = torch.sparse_coo_tensor(all_entries, summed, x.shape, check_invariants=False).coalesce()
     with torch.no_grad():
         x.copy_(total)
 

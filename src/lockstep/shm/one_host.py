@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lockstep._base.abilities import Addition, Chunks, Place
 from lockstep.errors import LayoutError
-from lockstep.shm.arithmetic import Reduction
-from lockstep.shm.messages import Descriptor, Kind, Op, factor_of
+from lockstep.shm.arithmetic import TensorReduction
+from lockstep.shm.messages import CollectiveKind, Descriptor, Op, factor_of
 from lockstep.shm.staging import CHUNK_BYTES, Staging, shard_numel
 
 ONE_EXCHANGE_BYTES = 128 * 1024
@@ -40,7 +40,7 @@ class OneHost:
 
     def barrier(self) -> None:
         """Return when every rank has come."""
-        self.agree(Descriptor(Kind.BARRIER))
+        self.agree(Descriptor(CollectiveKind.BARRIER))
 
     def agree(self, descriptor: Descriptor) -> None:
         """Return when every rank is about to run the same collective; else raise the same error on each."""
@@ -59,31 +59,35 @@ class OneHost:
 
         ``rounded_to``: the dtype to which each rank's values are rounded where they are read, and the result.
         """
-        descriptor = Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors, rounded_to=rounded_to)
+        descriptor = Descriptor(
+            CollectiveKind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors, rounded_to=rounded_to
+        )
         self._reduce(x, descriptor, range(self.size), factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
         """Reduce the tensors of all ranks into the tensor of ``root``; the tensors of other ranks stay as they are."""
-        descriptor = Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self.staging.peers.global_ranks[root])
+        descriptor = Descriptor(CollectiveKind.REDUCE, x.dtype, x.numel(), op, self.staging.peers.global_ranks[root])
         self._reduce(x, descriptor, [root], 1.0)
 
     def _reduce(self, x: Tensor, descriptor: Descriptor, receivers: Sequence[int], factor: float) -> None:
         staging, receives, n = self.staging, self.rank in receivers, x.numel()
         if self.size == 1:
             staging.agree(descriptor, self.timeout)
-            reduction = Reduction(descriptor.op, x.dtype, descriptor.rounded_to)  # raises what it would on more ranks
+            reduction = TensorReduction(
+                descriptor.op, x.dtype, descriptor.rounded_to
+            )  # raises what it would on more ranks
             scale(x, factor)
             if descriptor.rounded_to is not None:
                 reduction([x], x)
         elif x.nbytes <= ONE_EXCHANGE_BYTES:
             copy_scaled(staging.own_data(x.dtype)[:n], x, factor)
             half, _ = staging.agree(descriptor, self.timeout)
-            reduction = Reduction(descriptor.op, x.dtype, descriptor.rounded_to)
+            reduction = TensorReduction(descriptor.op, x.dtype, descriptor.rounded_to)
             if receives and n:
                 reduction([staging.data(rank, half, x.dtype)[:n] for rank in range(self.size)], x)
         else:
             _, messages = staging.agree(descriptor, self.timeout, x, factor)
-            reduction = Reduction(descriptor.op, x.dtype, descriptor.rounded_to)
+            reduction = TensorReduction(descriptor.op, x.dtype, descriptor.rounded_to)
             allocated = staging.allocated_tensors(messages, x)
             if allocated is not None:
                 self._reduce_in_place(allocated, reduction, receivers, [factor_of(message) for message in messages])
@@ -93,7 +97,7 @@ class OneHost:
                 self._reduce_in_chunks(x, reduction, receives, factor)
 
     def _reduce_in_place(
-        self, tensors: Sequence[Tensor], reduction: Reduction, receivers: Sequence[int], factors: Sequence[float]
+        self, tensors: Sequence[Tensor], reduction: TensorReduction, receivers: Sequence[int], factors: Sequence[float]
     ) -> None:
         first, like = receivers[0], tensors[0]
         for begin, end in blocks(*self._shard(self.rank, 0, like.numel(), like), like.itemsize):
@@ -108,7 +112,7 @@ class OneHost:
                 parts[receiver].copy_(parts[first])
         self.staging.step(self.timeout)
 
-    def _reduce_whole_chunks(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
+    def _reduce_whole_chunks(self, x: Tensor, reduction: TensorReduction, receives: bool, factor: float) -> None:
         """Let both of two ranks reduce each whole chunk: that copies less than if each reduced a half."""
         staging, dtype = self.staging, x.dtype
         ranges = list(chunks(x.numel(), CHUNK_BYTES // x.itemsize))
@@ -124,7 +128,7 @@ class OneHost:
 
         staging.move_chunks(len(ranges), self.timeout, put, use)
 
-    def _reduce_in_chunks(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
+    def _reduce_in_chunks(self, x: Tensor, reduction: TensorReduction, receives: bool, factor: float) -> None:
         """Let each rank reduce its shard of each chunk, and give the others the result."""
         staging, dtype = self.staging, x.dtype
         ranges = list(chunks(x.numel(), CHUNK_BYTES // x.itemsize))
@@ -162,15 +166,15 @@ class OneHost:
         staging.move_chunks(len(ranges), self.timeout, put, use, take)
 
     def _shard(self, rank: int, begin: int, end: int, like: Tensor) -> tuple[int, int]:
-        each = shard_numel(end - begin, self.size, like.itemsize)
-        return min(end, begin + rank * each), min(end, begin + (rank + 1) * each)
+        shard = shard_numel(end - begin, self.size, like.itemsize)
+        return min(end, begin + rank * shard), min(end, begin + (rank + 1) * shard)
 
     # -------------------------------------------------------------------------------- broadcast
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Give every rank the values of ``root``, in place."""
         staging, n, dtype = self.staging, x.numel(), x.dtype
-        descriptor = Descriptor(Kind.BROADCAST, dtype, n, root=staging.peers.global_ranks[root])
+        descriptor = Descriptor(CollectiveKind.BROADCAST, dtype, n, root=staging.peers.global_ranks[root])
         sends = self.rank == root
         if x.nbytes <= ONE_EXCHANGE_BYTES:
             if sends:
@@ -208,7 +212,7 @@ class OneHost:
         The end of the tensor has ``gathered`` elements for each rank; each rank's own are copied to all ranks. ``x`` is
         from ``group.allocate``. Each rank adds its shard of the elements.
         """
-        descriptor = Descriptor(Kind.ADD_IN_ORDER, x.dtype, x.numel(), tensors=len(additions))
+        descriptor = Descriptor(CollectiveKind.ADD_IN_ORDER, x.dtype, x.numel(), tensors=len(additions))
         _, messages = self.staging.agree(descriptor, self.timeout, x)
         tensors = self.staging.allocated_tensors(messages, x)
         if tensors is None:
@@ -233,7 +237,7 @@ class OneHost:
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
         """Give every rank the tensors of all ranks, in rank order."""
         staging, n, dtype = self.staging, x.numel(), x.dtype
-        descriptor = Descriptor(Kind.ALL_GATHER, dtype, n, tensors=tensors)
+        descriptor = Descriptor(CollectiveKind.ALL_GATHER, dtype, n, tensors=tensors)
         others = [rank for rank in range(self.size) if rank != self.rank]
         if x.nbytes <= ONE_EXCHANGE_BYTES:
             staging.own_data(dtype)[:n].copy_(x)
@@ -266,7 +270,9 @@ class OneHost:
     def gather_in_chunks(self, chunks: Chunks) -> None:
         """Let each rank put its chunks in shared memory, and all take those of all ranks from there."""
         staging, dtype, nbytes = self.staging, torch.uint8, chunks.nbytes
-        staging.agree(Descriptor(Kind.ALL_GATHER, dtype, chunks.count * nbytes, tensors=chunks.count), self.timeout)
+        staging.agree(
+            Descriptor(CollectiveKind.ALL_GATHER, dtype, chunks.count * nbytes, tensors=chunks.count), self.timeout
+        )
 
         def put(number: int) -> None:
             chunks.put(number, staging.own_data(dtype)[:nbytes])
@@ -279,24 +285,24 @@ class OneHost:
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """Reduce ``inputs``, one tensor for each rank, over all ranks; each rank gets the result for itself."""
         staging, n, dtype = self.staging, output.numel(), output.dtype
-        staging.agree(Descriptor(Kind.REDUCE_SCATTER, dtype, n, op, tensors=tensors), self.timeout)
-        reduction = Reduction(op, dtype)
+        staging.agree(Descriptor(CollectiveKind.REDUCE_SCATTER, dtype, n, op, tensors=tensors), self.timeout)
+        reduction = TensorReduction(op, dtype)
         if self.size == 1:
             copy(output, inputs[0])
             return
-        each = CHUNK_BYTES // output.itemsize // self.size
-        ranges = list(chunks(n, each))
+        piece = CHUNK_BYTES // output.itemsize // self.size
+        ranges = list(chunks(n, piece))
 
         def put(chunk: int) -> None:
             begin, end = ranges[chunk]
             to = staging.own_data(dtype)
             for rank, given in enumerate(inputs):
                 if rank != self.rank:
-                    to[rank * each :][: end - begin].copy_(given[begin:end])
+                    to[rank * piece :][: end - begin].copy_(given[begin:end])
 
         def use(chunk: int, half: int) -> None:
             begin, end = ranges[chunk]
-            mine = slice(self.rank * each, self.rank * each + end - begin)
+            mine = slice(self.rank * piece, self.rank * piece + end - begin)
             sources = [
                 inputs[rank][begin:end] if rank == self.rank else staging.data(rank, half, dtype)[mine]
                 for rank in range(self.size)

@@ -131,12 +131,12 @@ class Peers:
         for fd, peer in peers.items():  # for a peer whose message is here, only the end is of interest
             poll.register(fd, select.POLLIN if peer in missing else 0)
         while missing:
-            left = max(0.0, deadline - time.monotonic())
+            seconds_left = max(0.0, deadline - time.monotonic())
             limit = LIVENESS_SECONDS if self._check_elsewhere is not None else LONGEST_POLL_SECONDS
-            ready = poll.poll(min(left, limit) * 1e3)
+            ready = poll.poll(min(seconds_left, limit) * 1e3)
             if self._closing.is_set():
                 raise CommunicationError(self._farewell)
-            if not ready and left > limit:
+            if not ready and seconds_left > limit:
                 if self._check_elsewhere is not None:
                     self._check_elsewhere()
             elif not ready and died is not None:

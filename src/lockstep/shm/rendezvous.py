@@ -58,16 +58,16 @@ def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout:
     If a rank cannot share memory, all raise :class:`CannotShareMemoryError`, before they have connected.
     """
     deadline = time.monotonic() + timeout
-    own = {"host": host, "ip": address_towards(store), "address": f"lockstep-{secrets.token_hex(16)}"}
-    own |= {"secret": secrets.token_hex(16), "obstacle": obstacle()}
+    own_address = {"host": host, "ip": address_towards(store), "address": f"lockstep-{secrets.token_hex(16)}"}
+    own_address |= {"secret": secrets.token_hex(16), "obstacle": obstacle()}
     sockets: dict[int, socket.socket] = {}
     with ExitStack() as stack:
         bounded_store = stack.enter_context(closing(BoundedStore(store, timeout)))
-        if not own["obstacle"]:
+        if not own_address["obstacle"]:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listener.bind(f"\0{own['address']}")
+            listener.bind(f"\0{own_address['address']}")
             listener.listen(len(global_ranks))
-        bounded_store.set(f"{rank}", json.dumps(own))
+        bounded_store.set(f"{rank}", json.dumps(own_address))
         addresses = _addresses(bounded_store, global_ranks, timeout)
         hosts: dict[str, list[int]] = {}
         for other, address in enumerate(addresses):
@@ -77,7 +77,7 @@ def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout:
                 if other < rank:
                     sockets[other] = _connect(addresses[other], rank, global_ranks[other])
             missing = {other: addresses[other] for other in hosts[host] if other > rank}
-            _accept(listener, own["secret"], deadline, missing, global_ranks, sockets)
+            _accept(listener, own_address["secret"], deadline, missing, global_ranks, sockets)
         except BaseException as error:
             for each in sockets.values():
                 each.close()
@@ -85,8 +85,8 @@ def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout:
                 raise _first_failure(bounded_store, error) from error.__cause__
             raise
     elsewhere = (addresses[other]["ip"] for ranks in hosts.values() for other in ranks if other not in hosts[host])
-    known = [each for each in elsewhere if not network.is_loopback(each)]
-    return Rendezvous(list(hosts.values()), sockets, known, addresses[0]["address"])
+    reachable = [each for each in elsewhere if not network.is_loopback(each)]
+    return Rendezvous(list(hosts.values()), sockets, reachable, addresses[0]["address"])
 
 
 def clear_address(store: Any, rank: int) -> None:
@@ -96,7 +96,7 @@ def clear_address(store: Any, rank: int) -> None:
 
 
 def give_up(store: Any, size: int, why: str) -> None:
-    """End the waits for ranks that have not come to a rendezvous: they raise, on every rank, and say ``why``.
+    """Make every rank that waits at a rendezvous raise an error with the reason ``why``.
 
     Communicates over a connection of its own, since a thread that waits blocks the other one.
     """

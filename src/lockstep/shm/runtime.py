@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep._base import network
+from lockstep._base.debug import log_of
 from lockstep._base.store import ANSWER_SECONDS, in_background
 from lockstep._base.texts import first_line
 from lockstep.errors import CommunicationError
@@ -51,22 +52,23 @@ class Runtime:
         program_waits: Callable[[], bool],
     ) -> None:
         place = PrefixStore(PLACE_OF_RENDEZVOUS, store)
-        found = meet(place, rank, global_ranks, options.host or network.host_identity(), timeout)
+        rendezvous = meet(place, rank, global_ranks, options.host or network.host_identity(), timeout)
         # What an earlier group of this name has left there is not found.
-        store = PrefixStore(found.name, store)
+        store = PrefixStore(rendezvous.name, store)
         self._notice = FailureNotice(store)
-        on_host = next(host for host in found.hosts if rank in host)
-        leads = len(found.hosts) > 1 and on_host[0] == rank
+        on_host = next(host for host in rendezvous.hosts if rank in host)
+        leads = len(rendezvous.hosts) > 1 and on_host[0] == rank
         self.peers = Peers(
             [global_ranks[other] for other in on_host],
             on_host.index(rank),
-            {on_host.index(other): each for other, each in found.sockets.items()},
+            {on_host.index(other): each for other, each in rendezvous.sockets.items()},
             program_waits=program_waits,
             check_elsewhere=self._notice.check if leads else None,
         )
         try:
-            self._prepare(store, found, rank, global_ranks, timeout, options)
+            self._prepare(store, rendezvous, rank, global_ranks, timeout, options)
             clear_address(place, rank)
+            log_of("shm").debug("a group of ranks %s, by host: %s", list(global_ranks), rendezvous.hosts)
         except BaseException as error:
             if self.peers.reason is None:
                 self.peers.abort(f"the shm process group cannot be made: rank {global_ranks[rank]} failed: {error!r}")
@@ -117,8 +119,8 @@ class Runtime:
         ``make`` has a time-out of its own, but that does not cover its questions to a store that is gone.
         """
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
-        made = in_background(make)
-        while not wait([made], LIVENESS_SECONDS).done:
+        future = in_background(make)
+        while not wait([future], LIVENESS_SECONDS).done:
             self.peers.check_alive()
             if time.monotonic() > deadline:
                 raise CommunicationError(
@@ -126,7 +128,7 @@ class Runtime:
                     "store at which they meet does not answer"
                 )
         try:
-            return made.result()
+            return future.result()
         except RuntimeError as error:
             raise _not_made(error) from error
 
@@ -138,6 +140,7 @@ class Runtime:
 
     def abort(self, reason: str, collective_may_run: bool = False) -> None:
         """End the group on every rank of every host; pass ``collective_may_run`` if one may run in another thread."""
+        log_of("shm").debug("a group is ended: %s", reason)
         if collective_may_run:
             self.peers.leave(reason)
         elif self.peers.reason is None:

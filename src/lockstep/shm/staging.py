@@ -29,7 +29,7 @@ PAGE_BYTES = 4096
 """Sizes of shared memory are rounded up to a multiple of this many bytes."""
 
 
-class Pool:
+class StagingPool:
     """Shared memory of this rank that holds tensors of the program; freed memory is kept for tensors of the same size.
 
     Any thread may allocate and drop tensors. The other ranks are told only by :meth:`announce_freed` and
@@ -107,7 +107,7 @@ class Pool:
                 self._discarded.append(memory.number)
 
 
-def _release(pool: "weakref.ref[Pool]", memory: SharedMemory) -> None:
+def _release(pool: "weakref.ref[StagingPool]", memory: SharedMemory) -> None:
     owner = pool()
     if owner is not None:
         owner.release(memory)
@@ -120,7 +120,7 @@ class Staging:
         self.peers = peers
         self.local_rank = peers.local_rank
         self.size = peers.size
-        self.pool = Pool(peers, first_number=STAGING + 1)
+        self.pool = StagingPool(peers, first_number=STAGING + 1)
         self._own_bytes = torch.frombuffer(memory.bytes, dtype=torch.uint8)
         self._buffers: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._half = 0

@@ -156,6 +156,10 @@ class Collectives:
         self._waited_for = dist.AllreduceOptions()
         self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
 
+    def __repr__(self) -> str:
+        companion = "none yet" if self._state.companion is None else type(self._state.companion).__name__
+        return f"Collectives(rank {self.rank} of {self.world}, {type(self.group).__name__}, companion: {companion})"
+
     def _sender(self, tensor: Tensor, what: str) -> _Sender:
         if not tensor.is_cpu:
             return self._given
@@ -268,7 +272,7 @@ class Collectives:
         return bool(self._state.lost)
 
     def lose(self, reason: str) -> None:
-        """Send nothing more: others wait for what this rank cannot send, and would take anything else for it.
+        """Stop using the group: the next message would be paired with the one that this rank could not send.
 
         Aborts the group on all ranks, if its backend can.
         """
@@ -533,6 +537,3 @@ def _real(tensor: Tensor) -> Tensor:
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialised memory of this process."""
     return torch.empty(numel, dtype=dtype, device=device)
-
-
-# ---------------------------------------------------------------------------------- statistics

@@ -9,10 +9,10 @@ before it is rounded. So a value that float16 can represent does not underflow, 
 There are three ways to do it:
 
 - :class:`_InSharedMemory`: the ranks read each other's float32, and round it while they add. Nothing travels.
-- :class:`_Whole`, up to two ranks: each gets the whole tensor of the other, in all-gathers. That is no more bytes than
-with slices, in one step instead of two.
-- :class:`_InSlices`: rank ``r`` gets slice ``r`` of all ranks in an all-to-all, and adds it. The means are gathered
-  in a second step, which has to be asked for (:meth:`MeanInHalf.gather`), on all ranks or on none.
+- :class:`_AllGathered`, up to two ranks: each gets the whole tensor of the other, in all-gathers. That is no more bytes
+  than with slices, in one step instead of two.
+- :class:`_ReduceScattered`: rank ``r`` gets slice ``r`` of all ranks in an all-to-all, and adds it. The means are
+  gathered in a second step, which has to be asked for (:meth:`MeanInHalf.gather`), on all ranks or on none.
 
 Bytes are sent, not numbers: backends do not know every dtype.
 """
@@ -30,7 +30,7 @@ from lockstep.distributed.comm.rows import SumOfRows
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes of ``reduce_dtype``."""
 _PIECE = 512 * 1024
-"""Number of elements that :class:`_Whole` sends at a time on the CPU.
+"""Number of elements that :class:`_AllGathered` sends at a time on the CPU.
 
 Gloo sends when the other side has said that it is ready. Over one connection that message comes behind the data that
 the other side sends itself. So with large messages the ranks take turns (``benchmarks/bench_reduce_dtype.py``).
@@ -102,7 +102,7 @@ def begin_mean(
     """
     if tensor.is_cpu and collectives.shares_memory:
         return _InSharedMemory(collectives, half, tensor, what, factor, blocking)
-    kind = _Whole if collectives.world <= 2 else _InSlices
+    kind = _AllGathered if collectives.world <= 2 else _ReduceScattered
     return kind(collectives, half, tensor, what, factor)
 
 
@@ -128,7 +128,7 @@ class _InSharedMemory(MeanInHalf):
         return self._pending.done()
 
 
-class _Whole(MeanInHalf):
+class _AllGathered(MeanInHalf):
     def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
         super().__init__(collectives, half, tensor, what, factor)
         ranks = collectives.world
@@ -155,7 +155,7 @@ class _Whole(MeanInHalf):
         return all(pending.done() for pending in self._pending)
 
 
-class _InSlices(MeanInHalf):
+class _ReduceScattered(MeanInHalf):
     def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
         super().__init__(collectives, half, tensor, what, factor)
         ranks = collectives.world

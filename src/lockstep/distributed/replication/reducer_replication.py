@@ -333,8 +333,7 @@ class ReducerReplication(Replication):
 
 
 class _OutputHook:
-    """Output hook: log that the backward pass goes through a forward, and queue the end-of-backward callback in the
-    outermost pass that does."""
+    """A hook on an output: tells the reducer that the backward pass has reached the forward that made the output."""
 
     __slots__ = ("_mark", "_reducer")
 

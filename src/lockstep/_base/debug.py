@@ -1,0 +1,48 @@
+"""One logger for each room of the library, and ``LOCKSTEP_DEBUG``, which prints what some rooms do to stderr.
+
+``LOCKSTEP_DEBUG=rounds,failures`` turns printing on, and nothing else: no result depends on it. docs/logging.md is for
+users.
+"""
+
+import logging
+import os
+
+from lockstep._base.arguments import did_you_mean
+from lockstep.errors import OptionError
+from lockstep.phases import printed_rooms
+
+ROOMS = {
+    "checkpoints": "what is saved, and what a run resumes from",
+    "failures": "messages of ranks about failures, and what is recorded",
+    "local": "the phases of DataParallel on each replica",
+    "rounds": "each collective of a step, what waits for it, and how long both take",
+    "session": "how ranks meet and end",
+    "shm": "collectives over shared memory, and groups that begin and end",
+}
+"""The rooms, and what they print."""
+
+printed = printed_rooms
+"""The rooms that are printed. Code that runs in each step asks this before it makes a message."""
+
+
+def log_of(room: str) -> logging.Logger:
+    """Return the logger of a room: ``lockstep.ROOM``, below the logger ``lockstep``."""
+    return logging.getLogger(f"lockstep.{room}")
+
+
+def print_rooms(names: str) -> None:
+    """Print the debug messages of rooms, whose names are separated by commas, or of all rooms if one is ``all``.
+
+    Raises :class:`OptionError` for a room that does not exist.
+    """
+    chosen = {name.strip() for name in names.split(",") if name.strip()}
+    for name in chosen - {"all", *ROOMS}:
+        raise OptionError(f"LOCKSTEP_DEBUG: there is no room {name!r}; {did_you_mean(name, ['all', *ROOMS])}")
+    rank = os.environ.get("RANK")
+    place = f"process {os.getpid()}" if rank is None else f"rank {rank}"
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d {place} %(name)s: %(message)s", "%H:%M:%S"))
+    for room in ROOMS if "all" in chosen else chosen:
+        log_of(room).setLevel(logging.DEBUG)
+        log_of(room).addHandler(handler)
+        printed.add(room)
