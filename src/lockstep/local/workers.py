@@ -133,6 +133,8 @@ class _Group:
 
     def run(self) -> list[Any]:
         """Run all calls, and return their results when every one has ended; failures are among the results."""
+        # On one device the others begin when the first replica meets them (SyncBatchNorm), or run here, one by one:
+        # threads would share one random generator, and gain nothing.
         if self._several_devices:
             self._begin_others()
         try:

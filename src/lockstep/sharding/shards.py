@@ -187,6 +187,7 @@ class Shards:
         own_moves = self._moves[self.collectives.rank]
         failed = self._streams.gather(own_moves, self._others, f"weights, {what}", int(failure is not None))
         self._cut_short = ""
+        # All ranks read the same marks, so all of them come here, or none: what follows is collective.
         if failed:
             self._give_back(self._streams, what)
             self._failed = f"{what} of the optimizer has failed, after some ranks had changed their state"
@@ -205,7 +206,7 @@ class Shards:
         for piece, tensor in self.placement.own:
             placed = self.placement.placed[piece.number]
             gradient = placed.parameter.grad
-            if gradient is None or placed.is_whole:
+            if gradient is None or placed.is_whole:  # the optimizer has a whole parameter itself, with its gradient
                 continue
             if not is_like(gradient, tensor):
                 gradient = flat_gradient(placed.parameter, placed.name)[piece.start : piece.stop]
@@ -223,6 +224,7 @@ class Shards:
 
     def _give_back(self, streams: GatheredStreams, what: str) -> None:
         """Restore the old values of every rank's pieces: each rank sends those of the next rank, which it still has."""
+        # This rank's step has overwritten its own pieces, but nobody has copied them yet: the others have the old ones.
         rank, world = self.collectives.rank, self.collectives.world
         targets: list[Moves | None] = [None] * world
         targets[(rank - 1) % world] = self._moves[rank]

@@ -192,6 +192,7 @@ class GatheredStreams:
             if has_next:
                 chunks.put(number + 1, buffers[(number + 1) % 2][rank])
             pending.wait()
+            # No weight may change before it is known that no rank has failed: the marks come with the first chunks.
             if number == 0 and chunks.is_refused(buffers[0][:, 0]):
                 return
             if has_next:

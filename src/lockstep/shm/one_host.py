@@ -73,13 +73,13 @@ class OneHost:
         staging, receives, n = self.staging, self.rank in receivers, x.numel()
         if self.size == 1:
             staging.agree(descriptor, self.timeout)
-            reduction = TensorReduction(
-                descriptor.op, x.dtype, descriptor.rounded_to
-            )  # raises what it would on more ranks
+            # A program finds out with one rank what cannot be reduced: this raises as it would on more.
+            reduction = TensorReduction(descriptor.op, x.dtype, descriptor.rounded_to)
             scale(x, factor)
             if descriptor.rounded_to is not None:
                 reduction([x], x)
         elif x.nbytes <= ONE_EXCHANGE_BYTES:
+            # Small tensors: write first and agree afterwards, so that one exchange does both.
             copy_scaled(staging.own_data(x.dtype)[:n], x, factor)
             half, _ = staging.agree(descriptor, self.timeout)
             reduction = TensorReduction(descriptor.op, x.dtype, descriptor.rounded_to)
@@ -89,7 +89,7 @@ class OneHost:
             _, messages = staging.agree(descriptor, self.timeout, x, factor)
             reduction = TensorReduction(descriptor.op, x.dtype, descriptor.rounded_to)
             allocated = staging.allocated_tensors(messages, x)
-            if allocated is not None:
+            if allocated is not None:  # every rank's tensor is in shared memory: nothing is copied in or out
                 self._reduce_in_place(allocated, reduction, receivers, [factor_of(message) for message in messages])
             elif self.size == 2:
                 self._reduce_whole_chunks(x, reduction, receives, factor)

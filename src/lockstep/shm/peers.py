@@ -95,6 +95,7 @@ class Peers:
         self.send(message)
         received = [message] * self.size
         missing = set(self._sockets)
+        # Waking up from a poll takes longer than most ranks need for their part, so look for a short time first.
         if self._spins:
             self._spin(received, missing)
         if missing:
@@ -162,6 +163,7 @@ class Peers:
                         if missing:
                             self._abort_as(abort)
                     elif peer not in self._left:
+                        # It had done its part here, so the others may still come; but not in the next exchange.
                         deadline, died = min(deadline, time.monotonic() + GRACE_SECONDS), peer
 
     def _receive_available(self, received: list[bytes], missing: set[int]) -> None:

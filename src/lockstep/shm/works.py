@@ -180,6 +180,7 @@ class WorkQueue:
     def _run_first(self) -> None:
         work = self._begun.popleft()
         self._running = True
+        # Other threads may add collectives, or wait for earlier ones, while this one moves data.
         self._condition.release()
         failed: BaseException | None = None
         try:
