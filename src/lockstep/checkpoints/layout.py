@@ -17,6 +17,7 @@ files of its own ranks. The folders of one save have the same name and the same 
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,8 +25,12 @@ from typing import Any, NamedTuple
 
 MANIFEST, MARKER, UNFINISHED = "manifest.json", "COMPLETE", ".unfinished-"
 FORMAT = 1
+OWN = ", of each rank"
+"""The end of an entry's kind if each rank has its own."""
 _SEAL = re.compile(rb"[0-9a-f]{64}\n")
 _NAME = re.compile(r"save-(\d{6,})(?:-step-(\d{8,}))?")
+_RANK_FILE = re.compile(r"rank-[0-9]{4,}\.pt")
+_ID = re.compile(r"[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -62,21 +67,55 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is written."""
+        self.check()
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @property
+    def shared_files(self) -> set[str]:
+        """The files with the state that is the same on all ranks."""
+        return {entry_file(name) for name, kind in self.entries.items() if not kind.endswith(OWN)}
 
     @property
     def own_files(self) -> set[str]:
         """The files with each rank's own state."""
-        return self.files.keys() - {entry_file(name) for name in self.entries}
+        return self.files.keys() - self.shared_files
 
     @classmethod
     def parse(cls, data: bytes) -> "Manifest":
         """Parse the bytes that :meth:`to_bytes` returned; raise ``ValueError`` for anything else."""
-        fields: dict[str, Any] = json.loads(data)
-        if fields.get("format") != FORMAT:
-            raise ValueError(f"it has format {fields.get('format')}, this version of lockstep reads format {FORMAT}")
-        files = {name: StoredFile(**each) for name, each in fields.pop("files").items()}
-        return cls(**fields, files=files)
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            if fields.get("format") != FORMAT:
+                raise ValueError(f"it has format {fields.get('format')}, this version of lockstep reads {FORMAT}")
+            files = {name: StoredFile(**each) for name, each in fields.pop("files").items()}
+            made = cls(**fields, files=files)
+            made.check()
+        except (AttributeError, TypeError, KeyError, RecursionError) as error:  # JSON of another form
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        return made
+
+    def check(self) -> None:
+        """Raise ``ValueError`` unless all fields are of their types, and all names are such as ``save()`` gives.
+
+        Names become paths, and somebody else may have written the manifest.
+        """
+        numbers: list[Any] = [self.number, 0 if self.step is None else self.step, self.world_size]
+        texts: list[Any] = [self.time, *self.hosts, *self.entries.values(), *self.versions.values()]
+        for file in self.files.values():
+            numbers += [file.bytes, file.rank]
+            texts += [file.sha256, file.host]
+        wrong = [each for each in numbers if type(each) is not int or each < 0]
+        wrong += [each for each in texts if not isinstance(each, str)]
+        wrong += [] if isinstance(self.hosts, list) and len(self.hosts) == self.world_size else [self.hosts]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} stands where there is a number, a text or a host for each rank")
+        wrong = [each for each in (self.id, self.run) if not _ID.fullmatch(each)]
+        wrong += [name for name in self.entries if not name.isidentifier()]
+        wrong += [name for name in self.own_files if not _RANK_FILE.fullmatch(name)]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is none of its names: an identifier, identifier.pt, rank-NNNN.pt, or an id")
+        if lacking := self.shared_files - self.files.keys():
+            raise ValueError(f"it says nothing of {min(lacking)}")
 
 
 class Saved(NamedTuple):
@@ -89,7 +128,7 @@ class Saved(NamedTuple):
     def is_finished(self) -> bool:
         """True if the checkpoint was completely written; parts of it may have been removed since."""
         try:
-            return _SEAL.fullmatch((self.folder / MARKER).read_bytes()) is not None
+            return _SEAL.fullmatch(read_regular(self.folder / MARKER)) is not None
         except OSError:
             return False
 
@@ -134,13 +173,13 @@ def read_manifest(folder: Path) -> Manifest:
     Raises :class:`TornError` with the reason if a file is missing, or has another size than when it was written.
     """
     try:
-        marker = (folder / MARKER).read_bytes()
+        marker = read_regular(folder / MARKER)
     except FileNotFoundError:
         raise TornError(f"writing it was not finished: it has no file {MARKER}") from None
     except OSError as error:
         raise TornError(f"{MARKER} cannot be read: {error}") from error
     try:
-        data = (folder / MANIFEST).read_bytes()
+        data = read_regular(folder / MANIFEST)
     except OSError as error:
         raise TornError(f"{MANIFEST} cannot be read: {error}") from error
     if not _SEAL.fullmatch(marker):
@@ -149,16 +188,33 @@ def read_manifest(folder: Path) -> Manifest:
         raise TornError(f"{MANIFEST} is not what was written: its SHA-256 is another than {MARKER} says")
     try:
         manifest = Manifest.parse(data)
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise TornError(f"{MANIFEST} cannot be understood: {error}") from error
     for name, file in manifest.files.items():
         _check_size(folder / name, file)
     return manifest
 
 
+def size_of_regular(path: Path) -> int:
+    """Return the size of a file; raise ``OSError`` if it is none, but a link or a pipe for example.
+
+    Somebody else may have made the checkpoint: a link leads out of its folder, and a pipe has no end.
+    """
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path.name} is a link, or no regular file: put the file itself there")
+    return found.st_size
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a file; raise ``OSError`` as :func:`size_of_regular`."""
+    size_of_regular(path)
+    return path.read_bytes()
+
+
 def _check_size(path: Path, file: StoredFile) -> None:
     try:
-        size = path.stat().st_size
+        size = size_of_regular(path)
     except OSError as error:
         raise TornError(f"{path.name}, written by rank {file.rank} on {file.host}, is missing: {error}") from error
     if size != file.bytes:

@@ -25,7 +25,7 @@ from typing import IO
 
 from lockstep._base.user_folder import user_folder
 from lockstep.checkpoints.files import FileSystem, OpenFile
-from lockstep.checkpoints.layout import MARKER, list_saved
+from lockstep.checkpoints.layout import MARKER, list_saved, read_regular
 from lockstep.errors import CheckpointError
 
 ROOT = Path("/dev/shm")
@@ -113,7 +113,7 @@ def all_folders() -> Iterator[MemoryFolder]:
 def run_of(path: Path) -> str:
     """Return the id of the run whose snapshots count for a folder of checkpoints; empty if there is none."""
     with contextlib.suppress(OSError):
-        return (path / RUN).read_text().strip()
+        return read_regular(path / RUN).decode(errors="replace").strip()
     return ""
 
 

@@ -16,6 +16,7 @@ from lockstep._base.run_all import RunAll
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import (
+    OWN,
     Manifest,
     TornError,
     check_contents,
@@ -29,7 +30,6 @@ from lockstep.checkpoints.memory import MemoryFiles, run_of
 from lockstep.checkpoints.missing import Holdings, Receiving, what_is_here
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.state import (
-    OWN,
     STATE_DICT,
     VALUE,
     Entry,
@@ -299,7 +299,7 @@ class Resuming:
         """
         folder, manifest = self._folder(name), self._whole[name]
         self._check_entries(folder, manifest)
-        files = {entry_file(each) for each in manifest.entries} & manifest.files.keys() if compares else set()
+        files = manifest.shared_files if compares else set()
         own_file = self._own_file(manifest) if own else self._any_own_file(manifest)
         if given is None and own_file is not None:
             files.add(own_file)

@@ -17,6 +17,7 @@ from lockstep.checkpoints.files import FileSystem, make_folders
 from lockstep.checkpoints.folders import NewFolder, remove_old
 from lockstep.checkpoints.history import now
 from lockstep.checkpoints.layout import (
+    OWN,
     UNFINISHED,
     Manifest,
     StoredFile,
@@ -28,7 +29,7 @@ from lockstep.checkpoints.layout import (
 from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.same_values import check_same_values, told
-from lockstep.checkpoints.state import OWN, VALUE, Entry, HostCopies, Parts, check_named, entries_of, read
+from lockstep.checkpoints.state import VALUE, Entry, HostCopies, Parts, check_named, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.groups import Group
 from lockstep.errors import CheckpointError, OptionError

@@ -19,12 +19,11 @@ from lockstep._base.inner_tensors import is_plain
 from lockstep._base.run_all import RunAll
 from lockstep._base.tree import tree_map
 from lockstep._base.wrapper import unwrapped
+from lockstep.checkpoints.layout import OWN
 from lockstep.distributed.replication.replication import Replication, find_replication, own_names
 from lockstep.errors import CheckpointError, OptionError
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
-OWN = ", of each rank"
-"""The end of an entry's kind if each rank has its own."""
 TRAINING, COMMON = "training", "training, the same on all ranks"
 """Parts of a module's own state: rounds and hooks. All ranks have the second in common, but the module's file holds its
 state dict alone."""

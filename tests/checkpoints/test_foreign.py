@@ -1,0 +1,163 @@
+"""A checkpoint that somebody else has made, by accident or on purpose: no path leads out of its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.checkpoints.layout import Manifest, TornError, read_manifest
+from lockstep.errors import CheckpointError
+
+
+def saved(folder, step):
+    return lockstep.save(folder, step=step, model=torch.nn.Linear(2, 2), own=lockstep.checkpoints.per_rank(3))
+
+
+def forge(folder, manifest):
+    """Write a manifest, and the marker that seals it."""
+    data = json.dumps(manifest).encode() if not isinstance(manifest, bytes) else manifest
+    (folder / "manifest.json").write_bytes(data)
+    (folder / "COMPLETE").write_text(hashlib.sha256(data).hexdigest() + "\n")
+
+
+def manifest_of(folder):
+    return json.loads((folder / "manifest.json").read_text())
+
+
+OUTSIDE = [
+    "../x.pt",
+    "../../x.sh",
+    "/tmp/x.pt",
+    "a/b.pt",
+    "rank-0000.pt/../x.pt",
+    "..",
+    ".pt",
+    "x\0.pt",
+    "rank-1.pt",
+    "x.sh",
+]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "manifest.json", "COMPLETE", "rank-٣٣٣٣.pt"])
+def test_the_name_of_a_file_is_refused(name, tmp_path):
+    folder = saved(tmp_path / "run", 1)
+    (tmp_path / "run" / "x.pt").write_bytes(b"secret")
+    manifest = manifest_of(folder)
+    manifest["files"][name] = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest(), "rank": 0, "host": "a"}
+    forge(folder, manifest)
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"manifest.json cannot be understood: {name!r} is none of its")
+    ):
+        lockstep.resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["../x", "../../x", "/tmp/x", "a/b", "", ".", "..", "rank-0000", "x\0"])
+def test_the_name_of_an_entry_is_refused(name, tmp_path):
+    folder = saved(tmp_path, 1)
+    manifest = manifest_of(folder)
+    manifest["entries"][name] = "value"
+    manifest["files"][f"{name}.pt"] = manifest["files"]["model.pt"]
+    forge(folder, manifest)
+    with pytest.raises(CheckpointError, match=f"{re.escape(repr(name))} is none of its names"):
+        lockstep.resume(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["id", "run"])
+@pytest.mark.parametrize("name", ["../x", "", "/tmp/x", "a\n"])
+def test_the_ids_of_save_and_run_are_refused(field, name, tmp_path):
+    """The next save of the run makes a folder whose name has the run's id."""
+    folder = saved(tmp_path, 1)
+    forge(folder, manifest_of(folder) | {field: name})
+    with pytest.raises(CheckpointError, match=f"{re.escape(repr(name))} is none of its names"):
+        lockstep.resume(tmp_path)
+
+
+def test_a_file_that_the_manifest_says_nothing_of_is_not_read(tmp_path):
+    folder = saved(tmp_path, 1)
+    manifest = manifest_of(folder)
+    del manifest["files"]["model.pt"]
+    forge(folder, manifest)
+    with pytest.raises(CheckpointError, match=r"it says nothing of model\.pt"):
+        lockstep.resume(tmp_path, model=torch.nn.Linear(2, 2))
+
+
+VALUES = [None, True, -1, 1.5, 3, "x", "", [], {}, [[]], [3], {"x": 3}, {"x": {}}]
+
+
+@pytest.mark.parametrize("value", [*VALUES, b"\xff", b"[" * 100_000, b"{", b"1" * 10_000])
+def test_json_that_is_no_manifest_is_skipped(value, tmp_path):
+    saved(tmp_path, 1)
+    forge(saved(tmp_path, 2), value)
+    with pytest.warns(UserWarning, match=r"skipped save-000002.*manifest\.json cannot be understood"):
+        assert lockstep.resume(tmp_path).step == 1
+
+
+def places(manifest):
+    """Every place in a manifest, as the keys that lead to it."""
+    for key, value in manifest.items():
+        yield (key,)
+        if isinstance(value, dict):
+            yield from ((key, *more) for more in places(value))
+
+
+def test_whatever_stands_in_a_manifest_it_is_understood_or_refused(tmp_path):
+    folder = saved(tmp_path, 1)
+    right = manifest_of(folder)
+    refused = 0
+    for place in places(right):
+        for value in (*VALUES, "missing"):
+            changed = json.loads(json.dumps(right))
+            inside = changed
+            for key in place[:-1]:
+                inside = inside[key]
+            if value == "missing":
+                del inside[place[-1]]
+            else:
+                inside[place[-1]] = value
+            forge(folder, changed)
+            try:
+                found = read_manifest(folder)
+            except TornError:
+                refused += 1
+            else:
+                assert Manifest.parse(found.to_bytes()) == found
+    assert refused > 200
+    forge(folder, right)
+    read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["COMPLETE", "manifest.json", "model.pt", "rank-0000.pt"])
+@pytest.mark.parametrize("what", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_refused(what, name, tmp_path):
+    """Its content is that of the file, so that only its kind can be the reason; a pipe would be waited for."""
+    saved(tmp_path / "run", 1)
+    file = saved(tmp_path / "run", 2) / name
+    file.rename(tmp_path / "elsewhere")
+    if what == "link":
+        file.symlink_to(tmp_path / "elsewhere")
+    elif what == "pipe":
+        os.mkfifo(file)
+    else:
+        file.mkdir()
+    with pytest.warns(UserWarning, match=f"skipped save-000002.*{name}.* is a link, or no regular file"):
+        assert lockstep.resume(tmp_path / "run").step == 1
+
+
+def test_a_whole_checkpoint_may_lie_on_another_disk(tmp_path):
+    folder = saved(tmp_path / "run", 1)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert lockstep.resume(tmp_path / "run").step == 1
+
+
+def test_the_id_of_the_run_beside_the_checkpoints_is_a_file(tmp_path):
+    with lockstep.session() as run:
+        run.save(tmp_path / "run", step=1)
+        os.mkfifo(tmp_path / "run" / ".run")
+        assert run.resume(tmp_path / "run").step == 1
