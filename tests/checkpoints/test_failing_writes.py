@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import os
+import re
 import resource
 import signal
 import warnings
@@ -13,6 +16,7 @@ import torch
 
 import lockstep
 from checkpoints.disk import FailingFileSystem
+from lockstep.checkpoints import files
 from lockstep.checkpoints.files import OpenFile
 from lockstep.checkpoints.layout import list_saved
 from lockstep.checkpoints.ranks import Ranks
@@ -98,7 +102,7 @@ def test_a_file_that_cannot_grow(failing, tmp_path):
     for messages, names in run_processes(2, fill_the_disk, tmp_path / "run", failing, backend="shm"):
         for message in messages:
             assert f"save() failed on rank {failing} (host" in message
-            assert "File too large" in message
+            assert f"File too large: '{tmp_path}/run/.unfinished-" in message
         assert names == ["save-000001-step-00000001", "save-000002-step-00000003"]
 
 
@@ -198,11 +202,68 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path):
         assert lockstep.resume(tmp_path).step == 7
 
 
-def test_a_full_disk_is_told_with_the_file_and_the_room(tmp_path, monkeypatch):
-    def full(file, data):
-        raise OSError(28, "No space left on device")
+def links_and_folders(folder, elsewhere):
+    """Put into old checkpoints what cannot be removed with them: a folder, and files on another disk."""
+    saved = [each.folder for each in list_saved(folder)]
+    (saved[0] / "plots").mkdir()
+    (saved[0] / "plots" / "loss.png").write_text("")
+    saved[2].rename(elsewhere)
+    saved[2].symlink_to(elsewhere)
+    return saved[0]
 
-    monkeypatch.setattr(OpenFile, "append", full)
-    words = r"No space left on device: '.*model\.pt'\n0 bytes of the file are written, .*, and [\d,]+ are free"
-    with pytest.raises(CheckpointError, match=words):
+
+def test_an_old_checkpoint_that_cannot_be_removed_keeps_no_other_one(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for step in range(4):
+        lockstep.save(run, keep=4, step=step, x=1)
+    odd = links_and_folders(run, elsewhere)
+    files_elsewhere = names_in(elsewhere)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(4, 8):
+            lockstep.save(run, keep=2, step=step, x=1)
+    assert names_in(run) == [odd.name, "save-000007-step-00000006", "save-000008-step-00000007"]
+    assert names_in(odd) == ["plots"]
+    assert names_in(odd / "plots") == ["loss.png"]
+    assert names_in(elsewhere) == files_elsewhere  # only the link is gone
+    (text,) = {str(each.message) for each in told}
+    assert re.search(r"could not be removed: .*save-000001-step-00000000/plots'", text)
+
+
+def test_a_link_in_the_place_of_an_unfinished_folder(tmp_path):
+    """What it leads to is not removed."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".unfinished-0-0").symlink_to(elsewhere)
+    lockstep.save(tmp_path / "run")
+    assert (names_in(tmp_path / "run"), names_in(elsewhere)) == (["save-000001"], ["file"])
+
+
+@pytest.mark.parametrize("when", ["write", "flush", "sync", "sync of the folder"])
+def test_a_full_disk_is_told_with_the_path_and_the_room(when, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Buffer(io.BufferedWriter):
+        flush = full
+
+    def open_with_buffer(path, mode="r", **options):
+        return Buffer(open(path, mode, buffering=0)) if mode == "xb" else open(path, mode, **options)
+
+    def sync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}") == (when == "sync of the folder"):
+            full()
+
+    if when == "write":
+        monkeypatch.setattr(OpenFile, "append", full)
+    elif when == "flush":
+        monkeypatch.setattr(files, "open", open_with_buffer, raising=False)
+    else:
+        monkeypatch.setattr(files, "_sync", sync)
+    path = r"\.unfinished-[\w-]*" if when == "sync of the folder" else r"\.unfinished-[\w-]*/(model|rank-0000)\.pt"
+    with pytest.raises(
+        CheckpointError, match=rf"No space left on device: '.*/{path}'\n[\d,]+ bytes are free on that disk"
+    ):
         lockstep.save(tmp_path, model=torch.nn.Linear(8, 8))

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 
 import numpy
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoints import lineage, loadable
+from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.folders import ABANDONED_AFTER
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.resuming import Resuming
@@ -178,15 +180,66 @@ def test_a_folder_in_which_nothing_is_whole(tmp_path):
         assert lockstep.resume(tmp_path) is None
 
 
+def leave_unfinished(path, run, token="0"):
+    """Make what a process of a run leaves when it is killed in its save."""
+    folder = path / f".unfinished-{run}-{token}"
+    folder.mkdir(parents=True)
+    (folder / "x.pt").write_text("")
+    return folder
+
+
 def test_what_a_dead_process_has_left_is_removed(tmp_path):
-    for name in (".unfinished-old", ".unfinished-new"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x.pt").write_text("")
+    lockstep.save(tmp_path)
+    others, old = leave_unfinished(tmp_path, "a"), leave_unfinished(tmp_path, "b")
     long_ago = (tmp_path.stat().st_mtime - 2 * ABANDONED_AFTER,) * 2
-    for path in (tmp_path / ".unfinished-old" / "x.pt", tmp_path / ".unfinished-old"):
+    for path in (old / "x.pt", old):
         os.utime(path, long_ago)
     lockstep.save(tmp_path)
-    assert names_in(tmp_path) == [".unfinished-new", "save-000001"]
+    assert names_in(tmp_path) == [others.name, "save-000001", "save-000002"]
+
+
+class Killed(BaseException):
+    """Ends a save where SIGKILL would."""
+
+
+class KillingFiles(FileSystem):
+    """Ends the process, as far as it can, before the new checkpoint gets its name, and keeps it from tidying up."""
+
+    def rename(self, path, new):
+        self.remove = lambda path: None
+        raise Killed
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_run_that_is_killed_in_each_save_leaves_one_copy_at_most(whole, tmp_path):
+    for _ in range(whole):
+        lockstep.save(tmp_path)
+    for _ in range(3):
+        another_process(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            lockstep.resume(tmp_path)
+        files = KillingFiles()
+        with pytest.raises(Killed):
+            Saving(tmp_path, files, Ranks(None)).save({}, 3, None)
+        for each in tmp_path.glob(".unfinished-*/*"):
+            each.touch()
+        assert len(list(tmp_path.glob(".unfinished-*"))) == 1
+    lockstep.save(tmp_path)
+    assert names_in(tmp_path) == [f"save-00000{number + 1}" for number in range(whole + 1)]
+
+
+def test_the_last_copy_goes_before_the_next_is_written(tmp_path):
+    """A disk that is full of it has room for the next one."""
+    lockstep.save(tmp_path)
+    left = leave_unfinished(tmp_path, lineage.lineage_of(tmp_path).run)
+
+    class Files(FileSystem):
+        def create(self, path):
+            assert not left.exists()
+            return super().create(path)
+
+    Saving(tmp_path, Files(), Ranks(None)).save({"x": 1}, 3, None)
 
 
 # ------------------------------------------------------------------------------------ several runs
@@ -194,7 +247,7 @@ def test_what_a_dead_process_has_left_is_removed(tmp_path):
 
 def another_process(path):
     """What this process knows of a path is forgotten, as in one that has just begun."""
-    return lineage._lineages.pop(path.resolve())
+    return lineage._lineages.pop(path.resolve(), None)
 
 
 def test_another_runs_checkpoints_are_kept(tmp_path):
@@ -224,7 +277,7 @@ def test_two_runs_that_write_to_one_path_are_noticed(tmp_path):
 def test_two_runs_that_save_at_the_same_moment(tmp_path):
     lockstep.save(tmp_path, step=1)
 
-    files = lockstep.checkpoints.files.FileSystem()
+    files = FileSystem()
     rename = files.rename
 
     def late_rename(path, new):

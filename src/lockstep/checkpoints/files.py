@@ -13,6 +13,7 @@ import os
 import queue
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -70,23 +71,13 @@ class OpenFile:
         """Append bytes."""
         self._digest.add(data)
         try:
-            self.append(data)
+            with _naming(self.path):
+                self.append(data)
         except OSError as error:
-            if error.errno == errno.ENOSPC:
-                self._add_room(error, len(data))
             self.error = error
             raise
         self.bytes += len(data)
         return len(data)
-
-    def _add_room(self, error: OSError, needed: int) -> None:
-        error.filename = str(self.path)
-        with contextlib.suppress(OSError):
-            free = shutil.disk_usage(self.path.parent).free
-            error.add_note(
-                f"{self.bytes:,} bytes of the file are written, {needed:,} more were to follow, and {free:,} are free; "
-                "make room, or save to another disk"
-            )
 
     def append(self, data: Any) -> None:
         """Append bytes to the file itself, without the digest."""
@@ -97,12 +88,14 @@ class OpenFile:
 
     def hand_over(self) -> None:
         """Hand the written bytes to the system, so that other processes see them."""
-        self._file.flush()
+        with _naming(self.path):
+            self._file.flush()
 
     def sync(self) -> None:
         """Return when all written data are on the disk."""
         self.hand_over()
-        _sync(self._file.fileno())
+        with _naming(self.path):
+            _sync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; data that were not synced are lost if they cannot be written now."""
@@ -133,7 +126,8 @@ class FileSystem:
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            _sync(descriptor)
+            with _naming(path):
+                _sync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -171,6 +165,23 @@ def make_folders(files: FileSystem, path: Path) -> None:
             if not each.is_dir():
                 raise
         files.sync_folder(each.parent)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the path, and the room on a full disk, to errors of calls that know only a descriptor.
+
+    A disk may say that it is full when bytes are written, when they are flushed, or not before they are synced.
+    """
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(path.parent).free
+                error.add_note(f"{free:,} bytes are free on that disk: make room, or save to another one")
+        raise
 
 
 def _sync(descriptor: int) -> None:

@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+from lockstep._base.run_all import RunAll
 from lockstep.checkpoints.files import FileSystem, OpenFile
 from lockstep.checkpoints.layout import MANIFEST, MARKER, UNFINISHED, list_saved, seal
 from lockstep.checkpoints.lineage import of_run
@@ -83,31 +84,57 @@ class NewFolder:
         discard(self._files, self.path)
 
 
-def remove_old(files: FileSystem, path: Path, run: str, newest: int, keep: int) -> None:
+def remove_old(files: FileSystem, path: Path, run: str, newest: int, keep: int) -> list[str]:
     """Remove the run's oldest checkpoints after save number ``newest``, except the newest ``keep``, and torn folders.
 
-    Complete checkpoints of other runs stay.
+    Complete checkpoints of other runs stay. Returns why some could not be removed; that keeps no other one.
     """
     saved = [each for each in list_saved(path) if each.number <= newest]
     whole = [each for each in saved if each.is_finished]
     mine = [each for each in whole if of_run(each, run)]
     torn = [each for each in saved if each not in whole]
+    problems = []
     for each in (*torn, *mine[: max(0, len(mine) - keep)]):
         if each.number < newest:
-            remove(files, each.folder)
+            try:
+                remove(files, each.folder)
+            except OSError as error:
+                problems.append(str(error))
+    return problems
+
+
+def remove_unfinished(files: FileSystem, path: Path, run: str, now: Path) -> None:
+    """Before a run's save writes to the folder ``now``, remove what processes that were killed have left of others.
+
+    The saves of a run do not overlap, so that what it finds of its own is abandoned. So is everything where no
+    checkpoint counts yet: a run that was killed in its first save is not resumed, and has another id when it starts
+    again. What other runs write is removed if it has not changed for a long time.
+    """
+    first = not any(each.is_finished for each in list_saved(path))
     for folder in path.glob(UNFINISHED + "*"):
-        if _last_change(folder) < time.time() - ABANDONED_AFTER:
-            remove(files, folder)
+        own = first or folder.name.startswith(f"{UNFINISHED}{run}-")
+        if folder != now and (own or _last_change(folder) < time.time() - ABANDONED_AFTER):
+            discard(files, folder)
 
 
 def remove(files: FileSystem, folder: Path) -> None:
-    """Remove a checkpoint, its marker first: if the process ends meanwhile, the rest counts as torn."""
+    """Remove a checkpoint, its marker first: if the process ends meanwhile, the rest counts as torn.
+
+    Of a link to a checkpoint elsewhere, the link is removed. A folder inside is nothing that was saved: it stays, and
+    raises ``OSError`` when all else is removed.
+    """
+    if folder.is_symlink():
+        files.remove(folder)
+        return
     marker = folder / MARKER
     if marker.exists():
         files.remove(marker)
         files.sync_folder(folder)
+    steps = RunAll()
     for each in sorted(folder.iterdir()):
-        files.remove(each)
+        with steps, contextlib.suppress(FileNotFoundError):  # another rank removes the same folder
+            files.remove(each)
+    steps.end()
     files.remove_folder(folder)  # this need not reach the disk: without its marker the folder does not count
 
 

@@ -8,7 +8,7 @@
             rank-0000.pt, ...          what each rank has of its own
             manifest.json              every file with its size, its SHA-256 and the rank that wrote it
             COMPLETE                   the SHA-256 of the manifest; written last
-        .unfinished-...                what is being written, or was when the process ended
+        .unfinished-RUN-ID             what is being written, or was when the process ended
 
 If the hosts have disks of their own, each host has such a folder, with the files that are the same on all ranks and the
 files of its own ranks. The folders of one save have the same name and the same ``id``.
@@ -140,6 +140,13 @@ class TornError(Exception):
 def folder_name(number: int, step: int | None) -> str:
     """Return the name of a checkpoint's folder."""
     return f"save-{number:06d}" + ("" if step is None else f"-step-{step:08d}")
+
+
+def unfinished_name(run: str, id: str) -> str:
+    """Return the name of the folder while a run's save ``id`` writes to it; raise ``ValueError`` if one is no id."""
+    if not _ID.fullmatch(run) or not _ID.fullmatch(id):
+        raise ValueError(f"{run!r} or {id!r} is no id")
+    return f"{UNFINISHED}{run}-{id}"
 
 
 def rank_file(rank: int) -> str:

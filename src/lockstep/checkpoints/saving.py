@@ -14,17 +14,17 @@ import torch
 from lockstep._base.debug import log_of
 from lockstep.checkpoints import loadable
 from lockstep.checkpoints.files import FileSystem, make_folders
-from lockstep.checkpoints.folders import NewFolder, remove_old
+from lockstep.checkpoints.folders import NewFolder, remove_old, remove_unfinished
 from lockstep.checkpoints.history import now
 from lockstep.checkpoints.layout import (
     OWN,
-    UNFINISHED,
     Manifest,
     StoredFile,
     entry_file,
     folder_name,
     list_saved,
     rank_file,
+    unfinished_name,
 )
 from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.ranks import Ranks
@@ -112,7 +112,7 @@ class Saving:
         self._streams: Streams = {}
         self._answers: list[dict[str, Any]] = []
         self._leaders: list[int] = []
-        self._new = NewFolder(files, path / (UNFINISHED + secrets.token_hex(8)))
+        self._new: NewFolder | None = None
         self._keep = 1
         self._step: int | None = None
         self.number = 0
@@ -137,7 +137,7 @@ class Saving:
             self._answers = answers
             self.number = 1 + max(answer["highest"] for answer in answers)
             if ranks.rank:
-                self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
+                self._new = NewFolder(self._files, self._path / unfinished_name(self.run, answers[0]["id"]))
             else:
                 self._remember()  # now: when it is written, another thread may look before this one goes on
             self._leaders = self._find_leaders()
@@ -159,8 +159,9 @@ class Saving:
         """Write the state that :meth:`begin` has taken; on another thread, with ``ranks`` that do not use the group."""
         self._ranks, leaders, new, folder = ranks, self._leaders, self._new, self.folder
         leads = leaders[ranks.rank] == ranks.rank
+        assert new is not None  # begin() has made it
         try:
-            written = ranks.together("save()", lambda: self._write(leaders))
+            written = ranks.together("save()", lambda: self._write(leaders, new))
             ranks.together("save()", lambda: new.sync(self._manifest(written, leaders) if leads else None))
             ranks.together("save()", lambda: new.finish(folder))
         except BaseException as error:
@@ -197,10 +198,8 @@ class Saving:
 
     def _clear(self) -> None:
         """Remove old checkpoints; this one is whole on every rank."""
-        try:
-            remove_old(self._files, self._path, self.run, self.number, self._keep)
-        except OSError as error:
-            warnings.warn(f"{self._path}: an old checkpoint could not be removed: {error}", stacklevel=5)
+        for why in remove_old(self._files, self._path, self.run, self.number, self._keep):
+            warnings.warn(f"{self._path}: an old checkpoint could not be removed: {why}", stacklevel=5)
 
     # --------------------------------------------------------------------------------------------- steps
 
@@ -219,8 +218,12 @@ class Saving:
         answer = {"same": same, "values": values, "host": self._ranks.host}
         if not self._ranks.rank:
             make_folders(self._files, self._path)
-            answer |= {"run": self._own_run(), "unfinished": self._new.path.name}
-            self._files.make_folder(self._new.path)
+            run, id = self._own_run(), secrets.token_hex(8)
+            folder = self._path / unfinished_name(run, id)
+            remove_unfinished(self._files, self._path, run, folder)
+            self._new = NewFolder(self._files, folder)
+            self._files.make_folder(folder)
+            answer |= {"run": run, "id": id}
         saved = max((each.number for each in list_saved(self._path)), default=0)
         return answer | {"highest": max(self._above, saved)}
 
@@ -252,26 +255,26 @@ class Saving:
         If a rank sees the folder that the first rank began, that is the first rank; else it is the first rank of its
         host.
         """
-        sees = self._new.path.is_dir()
+        sees = self._new is not None and self._new.path.is_dir()
         answers = self._ranks.tell([sees, self._ranks.host], "who sees the first rank's folder")
         first = {host: rank for rank, (sees, host) in reversed(list(enumerate(answers))) if not sees}
         return [0 if sees else first[host] for sees, host in answers]
 
-    def _write(self, leaders: list[int]) -> dict[str, Any]:
+    def _write(self, leaders: list[int], new: NewFolder) -> dict[str, Any]:
         """Write this rank's files, which stay open; return their entries in the manifest."""
         rank = self._ranks.rank
         if leaders[rank] != 0:  # on another file system than the first rank's
-            make_folders(self._files, self._new.path)
+            remove_unfinished(self._files, self._path, self.run, new.path)
+            make_folders(self._files, new.path)
         values: dict[str, Any] = {}
         if leaders[rank] == rank:
             shared = {name: kind for name, kind in self._kinds.items() if not kind.endswith(OWN)}
             values = {entry_file(name): self._parts[name].shared for name in shared}
         own = {name: parts.own for name, parts in self._parts.items() if parts.own}
         values[rank_file(rank)] = {"rank": rank, "streams": self._streams, "own": own}
-        return {"files": {name: asdict(self._write_file(name, value)) for name, value in values.items()}}
+        return {"files": {name: asdict(self._write_file(new.create(name), value)) for name, value in values.items()}}
 
-    def _write_file(self, name: str, value: Any) -> StoredFile:
-        file: Any = self._new.create(name)
+    def _write_file(self, file: Any, value: Any) -> StoredFile:
         try:
             torch.save(value, file)
         except RuntimeError as error:
@@ -283,7 +286,7 @@ class Saving:
         manifest = Manifest(
             number=self.number,
             step=self._step,
-            id=first["unfinished"].removeprefix(UNFINISHED),
+            id=first["id"],
             run=first["run"],
             world_size=self._ranks.size,
             hosts=[answer["host"] for answer in self._answers],
@@ -299,6 +302,8 @@ class Saving:
 
         If another rank does not answer any more, a finished folder stays: the checkpoint may be complete everywhere.
         """
+        if self._new is None:
+            return
         self._new.close()
         if not self._new.is_renamed or isinstance(error, CheckpointError):
             self._new.discard()

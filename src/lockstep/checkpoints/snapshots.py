@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from lockstep._base.tree import tensors_in
 from lockstep.checkpoints.files import FileSystem, make_folders
-from lockstep.checkpoints.folders import discard
+from lockstep.checkpoints.folders import NewFolder, discard
 from lockstep.checkpoints.layout import UNFINISHED, StoredFile, list_saved, rank_file
 from lockstep.checkpoints.lineage import lineage_of
 from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room, note_run
@@ -145,12 +145,12 @@ class _Snapshot(Saving):
     def _remember(self) -> None:
         """Do nothing: the lineage is that of the checkpoints on the disk."""
 
-    def _write(self, leaders: list[int]) -> dict[str, Any]:
-        answer = super()._write(leaders)
+    def _write(self, leaders: list[int], new: NewFolder) -> dict[str, Any]:
+        answer = super()._write(leaders, new)
         name = rank_file(self._ranks.rank)
         if len(set(leaders)) > 1 and answer["files"][name]["bytes"] <= LARGEST_SENT:
-            self._new.flush()
-            answer["own"] = base64.b64encode((self._new.path / name).read_bytes()).decode()
+            new.flush()
+            answer["own"] = base64.b64encode((new.path / name).read_bytes()).decode()
         return answer
 
     def _complete(self, written: list[dict[str, Any]], leaders: list[int]) -> dict[str, StoredFile]:
@@ -163,6 +163,7 @@ class _Snapshot(Saving):
             if name in files or "own" not in each:
                 continue
             files[name] = StoredFile(**each["files"][name])
+            assert self._new is not None
             self._new.create(name).write(base64.b64decode(each["own"]))
         return files
 
