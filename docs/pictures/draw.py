@@ -248,7 +248,6 @@ def rooms() -> str:
         p.arrow(500, named[upper][1] + 47, 500, named[lower][1] - 1)
     p.arrow(180, 61, 120, 129)  # cli to failures
     p.arrow(300, 61, 300, 239)  # cli to check
-    p.arrow(341, 44, 519, 115)  # cli to checkpoints
     p.arrow(371, 270, 399, 280)  # check to replication
     p.arrow(399, 437, 341, 437)  # comm to shm
     p.arrow(399, 45, 221, 145)  # session to failures

@@ -17,7 +17,6 @@
     ├── AgreementError (RuntimeError, ValueError) ranks that differ in what must be the same on all
     │   └── OutOfSyncError                    parameters or buffers whose values differ between ranks
     ├── CheckpointError (RuntimeError)        a checkpoint that cannot be saved or loaded
-    │   └── CrashLoopError                    the ranks have failed at the same step in each start
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
     ├── PeerError (RuntimeError)              the backward of another rank failed, or ranks ran different ones
     │   └── PeerFailure                       another rank failed, was killed, or left; with its step and traceback
@@ -92,18 +91,6 @@ class OutOfSyncError(AgreementError):
 
 class CheckpointError(LockstepError, RuntimeError):
     """A checkpoint could not be saved or loaded; raised on every rank, with the rank and the reason."""
-
-
-class CrashLoopError(CheckpointError):
-    """The ranks have failed at the same step in each start; ``resume`` raises this on every rank.
-
-    ``step`` is that step. ``samples`` are the samples of its batch, as the sampler numbers them; empty if unknown.
-    """
-
-    def __init__(self, message: str, *, step: int | None = None, samples: tuple[object, ...] = ()) -> None:
-        super().__init__(message)
-        self.step = step
-        self.samples = samples
 
 
 class CommunicationError(LockstepError, RuntimeError):

@@ -44,7 +44,7 @@ USES = {
         "lockstep.loop",
     },
     "lockstep.check": {"lockstep.distributed"},
-    "lockstep.cli": {"lockstep.check", "lockstep.checkpoints", "lockstep.failures"},
+    "lockstep.cli": {"lockstep.check", "lockstep.failures"},
 }
 """The rooms, and which others the files of each import; all use the files beside them, which are the first room.
 

@@ -53,7 +53,6 @@ PUBLIC = {
             .load_state_dict(state)
             .repeat_last(loader)
             .same_on_all_ranks
-            .samples_ahead(batches)
             .state_dict()
         class Session(options, environment)
             .agree(flag)
@@ -62,7 +61,7 @@ PUBLIC = {
             .end(error)
             .is_main
             .phase(name)
-            .resume(path, *unnamed, give_up_after=3, **state)
+            .resume(path, *unnamed, **state)
             .save(path, *unnamed, keep=3, step=None, wait=True, **state)
             .shard(dataset)
             .should_stop
@@ -142,7 +141,6 @@ PUBLIC = {
             .left()
             .load_state_dict(state)
             .repeat_last(loader)
-            .samples_ahead(batches)
             .set_epoch(epoch)
             .state_dict()
         class Batches(loader, groups, padding)
@@ -177,7 +175,6 @@ PUBLIC = {
             .batches_left
             .epoch
             .load_state_dict(state)
-            .samples_ahead(batches)
             .state_dict()
         audit(model, every=100)
         fingerprint(model, optimizer=None)
@@ -266,7 +263,6 @@ PUBLIC = {
         CheckError(LockstepError, RuntimeError)
         CheckpointError(LockstepError, RuntimeError)
         CommunicationError(LockstepError, RuntimeError)
-        CrashLoopError(CheckpointError)
         DeviceError(LockstepError, RuntimeError)
         GradientError(LockstepError, NotImplementedError)
         HookError(LockstepError, RuntimeError, TypeError, ValueError)

@@ -169,7 +169,7 @@ def main(job: Job) -> None:
         batches = lockstep.shares.GlobalBatches(Rows(), BATCH, shares=4)
         state = {"model": model, "optimizer": optimizer, "batches": batches}
         with trial.region("resume"):
-            run.resume(job.path, give_up_after=None, **state)
+            run.resume(job.path, **state)
         begin = run.step
         trial.note("from", step=begin)
         for _ in range(batches.epoch, EPOCHS):

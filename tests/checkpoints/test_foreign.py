@@ -156,8 +156,8 @@ def test_a_whole_checkpoint_may_lie_on_another_disk(tmp_path):
     assert lockstep.resume(tmp_path / "run").step == 1
 
 
-def test_the_id_of_the_run_beside_the_checkpoints_is_a_file(tmp_path):
+def test_the_place_of_snapshots_beside_the_checkpoints_is_a_file(tmp_path):
     with lockstep.session() as run:
         run.save(tmp_path / "run", step=1)
-        os.mkfifo(tmp_path / "run" / ".run")
+        os.mkfifo(tmp_path / "run" / ".snapshots")
         assert run.resume(tmp_path / "run").step == 1

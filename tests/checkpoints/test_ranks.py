@@ -7,13 +7,11 @@ import threading
 import pytest
 
 import lockstep
-from lockstep.checkpoints import history
-from lockstep.checkpoints.crash_loops import CrashLoops
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.resuming import Resuming
 from lockstep.checkpoints.saving import Saving
-from lockstep.errors import AgreementError, CheckpointError, CrashLoopError
+from lockstep.errors import AgreementError, CheckpointError
 from threaded import run_ranks
 
 
@@ -48,10 +46,6 @@ def resume_what_is_torn(ranks, path):
     Resuming(path, ranks, None).resume({})
 
 
-def resume_in_a_crash_loop(ranks, path):
-    CrashLoops(path, ranks, {}, 1).check(0)
-
-
 @pytest.mark.parametrize(
     ("call", "kind"),
     [
@@ -59,12 +53,10 @@ def resume_in_a_crash_loop(ranks, path):
         (differ, AgreementError),
         (save_different_values, AgreementError),
         (resume_what_is_torn, CheckpointError),
-        (resume_in_a_crash_loop, CrashLoopError),
     ],
 )
 def test_an_error_of_all_ranks_waits_for_the_slowest_one(call, kind, tmp_path):
     (lockstep.save(tmp_path, x=1) / "x.pt").unlink()
-    history.note(tmp_path, history.Event(history.FAILED, "a start", history.now(), 3, ranks=2, in_batches=False))
     raised = threading.Event()
 
     def call_on(rank):

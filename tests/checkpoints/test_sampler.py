@@ -48,8 +48,6 @@ def test_it_goes_on_after_every_batch(kind, drop_last):
         torch.rand(1)  # the order has nothing to do with the numbers of the program
         resumed = lockstep.ResumableSampler(SAMPLERS[kind]())
         resumed.load_state_dict(state)
-        ahead = [found and (found[0], found[2]) for found in map(resumed.samples_ahead, range(len(wanted) - number))]
-        assert ahead == (wanted[number:] if number else [None] * len(wanted))
         assert list(batches_of(resumed, 3, drop_last=drop_last)) == wanted[number:]
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import warnings
 
@@ -329,6 +330,37 @@ def test_one_that_is_torn_on_one_host_is_skipped_on_all(tmp_path):
         (path / "save-000002-step-00000002" / "x.pt").unlink()
 
     assert [result[:3] for result in run_ranks(2, on_own_disks, tmp_path, "ab", damage)] == [(1, 1.0, 0), (1, 1.0, 1)]
+
+
+def resume_after(rank, folder, saved_on, hosts):
+    """Two saves of ranks on hosts with disks of their own, and a resume of ranks on others."""
+    on_own_disks(rank, folder, saved_on, None)
+    rank.gather(torch.zeros(1))
+    made = Ranks(rank.group)
+    made.host = hosts[rank.rank]
+    return Resuming(folder / made.host, made).resume({})
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "hosts", "why"),
+    [
+        ("ab", "ac", r"rank 1 \(host c\): it is not on this host's disk: save to a disk that all hosts see, or start"),
+        (
+            "ab",
+            "ba",
+            r"rank 0 \(host b\): rank-0000\.pt is not here, since rank 0 has saved it on host a, to a disk of",
+        ),
+        (
+            "abb",
+            "aba",
+            r"rank 2 \(host a\): rank-0002\.pt is not here, since rank 2 has saved it on host b, to a disk of",
+        ),
+    ],
+)
+def test_what_a_host_lacks_is_refused_by_name(saved_on, hosts, why, tmp_path):
+    for error in run_ranks(len(hosts), resume_after, tmp_path, saved_on, hosts, errors=True):
+        assert type(error) is CheckpointError
+        assert re.search(rf"none is whole on every rank: save-000002-\S* (.*, and )?{why}", str(error))
 
 
 # ----------------------------------------------------------------------------------------- refused

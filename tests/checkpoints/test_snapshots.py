@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,17 +105,73 @@ def test_the_newer_one_of_memory_and_disk_counts(tmp_path):
             raise KeyError
 
 
-def test_a_snapshot_of_a_run_whose_checkpoints_were_moved_away_does_not_count(tmp_path):
+def test_a_snapshot_of_a_run_whose_checkpoints_were_moved_away_does_not_count(tmp_path, host_memory):
     train(tmp_path / "run", 3, every=1)
+    (old,) = folders(host_memory)
     (tmp_path / "run").rename(tmp_path / "before")
-    with pytest.warns(UserWarning, match=r"skipped memory/save-000003.*a snapshot of run \w+, of which .* nothing"):
-        assert resumed(tmp_path / "run") is None
-    train_anew = pytest.warns(UserWarning, match="a snapshot of an earlier run of .* has not resumed from it")
-    with train_anew, pytest.raises(KeyError), lockstep.session() as run:
+    assert resumed(tmp_path / "run") is None
+    gone = pytest.warns(UserWarning, match=rf"a snapshot in {old} is of checkpoints that are no longer there")
+    with gone, pytest.raises(KeyError), lockstep.session() as run:
         run.snapshot(tmp_path / "run", every=1, x=1)
         raise KeyError
+    (new,) = folders(host_memory)
+    assert new != old
     with lockstep.session() as run:
         assert run.resume(tmp_path / "run").values == {"x": 1}
+
+
+def is_used_for_another_process(folder):
+    """A lock of this process does not keep this process from taking it, so the question goes to another one."""
+    code = (
+        "import sys; from pathlib import Path; from lockstep.checkpoints.memory import MemoryFolder; "
+        "print(MemoryFolder(Path(sys.argv[1])).is_used)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, timeout=100
+    )
+    return done.stdout == "True\n"
+
+
+def test_another_disk_at_the_same_path_has_snapshots_of_its_own(tmp_path, host_memory, monkeypatch):
+    """Two containers that share the memory of their host: what the other one uses is not removed."""
+    path = tmp_path / "run"
+    monkeypatch.setattr(MemoryFolder, "is_used", property(lambda each: is_used_for_another_process(each.folder)))
+    with pytest.raises(KeyError), lockstep.session() as first:
+        first.snapshot(path, every=1, x="first")
+        (of_first,) = folders(host_memory)
+        path.rename(tmp_path / "first")
+        with pytest.raises(KeyError), lockstep.session() as second:
+            assert second.resume(path) is None
+            second.snapshot(path, every=1, x="second")
+            raise KeyError
+        path.rename(tmp_path / "second")
+        assert len(folders(host_memory)) == 2
+        raise KeyError
+    assert not is_used_for_another_process(of_first)
+    for name in ("first", "second"):
+        (tmp_path / name).rename(path)
+        with lockstep.session() as run:
+            assert run.resume(path).values == {"x": name}
+        path.rename(tmp_path / name)
+    assert folders(host_memory) == []
+
+
+def test_a_place_that_is_empty_is_an_error(tmp_path):
+    (tmp_path / ".snapshots").touch()
+    with (
+        lockstep.session() as run,
+        pytest.raises(CheckpointError, match=r"\.snapshots cannot be read, or is empty: remove"),
+    ):
+        run.snapshot(tmp_path, every=1, x=1)
+
+
+@pytest.mark.parametrize("option", ["give_up_after", "skip_poison"])
+def test_what_to_write_for_options_that_are_gone(option, tmp_path):
+    with (
+        lockstep.session() as run,
+        pytest.raises(OptionError, match=rf"no option {option}\. The launcher counts starts"),
+    ):
+        run.resume(tmp_path / "run", **{option: None})
 
 
 def test_another_run_that_takes_snapshots_of_the_same_path(tmp_path, host_memory):
@@ -234,7 +292,6 @@ def snapshot(rank, folder, hosts, number):
     made.folder.mkdir(parents=True, exist_ok=True)
     state = {"x": torch.full((900,), float(number)), "own": lockstep.checkpoints.per_rank(rank.rank)}
     taken = _Snapshot(folder / "disk", made, ranks_of(rank, hosts), 0, number - 1 or None)
-    taken._memory.make = lambda path: None
     taken.save(state, 1, number)
     rank.gather(torch.zeros(1))
     return taken.number
@@ -257,23 +314,46 @@ def both(rank, folder, hosts, change, later):
 
 
 @pytest.mark.parametrize("gone", ["a", "b", "c"])
-def test_a_host_that_has_lost_its_memory_gets_all_from_the_others(gone, tmp_path):
-    results = run_ranks(4, both, tmp_path, "abbc", lambda hosts: shutil.rmtree(hosts / gone), "abbc")
-    assert results == [(2, 2.0, rank, True) for rank in range(4)]  # what each rank had of its own, too
-    assert [each.number for each in list_saved(tmp_path / "hosts" / gone)] == [2]
+@pytest.mark.parametrize("saved", [False, True])
+def test_all_go_on_from_the_disk_when_a_host_has_lost_its_memory(saved, gone, tmp_path):
+    if saved:
+        run_ranks(4, save, tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"skipped memory/save-000002-.*: rank \d .host .*it is not in this host's mem"
+    ):
+        results = run_ranks(4, both, tmp_path, "abbc", lambda hosts: shutil.rmtree(hosts / gone), "abbc")
+    assert results == [(0, 7.0, rank, False) if saved else None for rank in range(4)]
 
 
-def tear(hosts):
-    """A process was killed between the name and the marker of a snapshot."""
-    next(hosts.glob(f"b/*/{MARKER}")).unlink()
+def save(rank, folder):
+    own = lockstep.checkpoints.per_rank(rank.rank)
+    lockstep.save(folder / "disk", step=0, group=rank.group, x=torch.full((900,), 7.0), own=own)
 
 
-def test_a_snapshot_that_is_whole_on_one_host_alone_counts(tmp_path):
-    assert run_ranks(3, both, tmp_path, "abb", tear, "abb") == [(2, 2.0, rank, True) for rank in range(3)]
+def half(rank, folder):
+    """A process of host b is killed in the second snapshot, when host a has it already."""
+    hosts = folder / "hosts"
+    snapshot(rank, folder, "abb", 1)
+    if rank.rank == 0:
+        shutil.copytree(hosts, folder / "before")
+    rank.gather(torch.zeros(1))
+    snapshot(rank, folder, "abb", 2)
+    if rank.rank == 0:
+        shutil.copytree(folder / "before" / "a", hosts / "a", dirs_exist_ok=True)
+        shutil.copytree(folder / "before" / "b", hosts / "b", dirs_exist_ok=True)
+        next(hosts.glob(f"b/save-000002-*/{MARKER}")).unlink()
+    rank.gather(torch.zeros(1))
+    return resume(rank, folder, "abb")
 
 
+@pytest.mark.filterwarnings("ignore:.*skipped memory/save-000002")
+def test_the_snapshot_before_one_that_not_all_hosts_have_counts(tmp_path):
+    assert run_ranks(3, half, tmp_path) == [(1, 1.0, rank, True) for rank in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped memory/save-000002")
 def test_new_hosts_in_the_place_of_all_but_one(tmp_path):
-    assert run_ranks(3, both, tmp_path, "abc", lambda _: None, "bde") == [(2, 2.0, rank, True) for rank in range(3)]
+    assert run_ranks(3, both, tmp_path, "abc", lambda _: None, "bde") == [None] * 3
 
 
 @pytest.mark.filterwarnings("ignore:.*saved by 4 rank.* so that what each rank had of its own is not loaded")
@@ -303,7 +383,7 @@ def test_what_killed_processes_have_not_finished_goes_with_the_next_snapshot(tmp
 def differ(rank, folder):
     made = MemoryFolder(folder / "memory")
     taken = _Snapshot(folder / "disk", made, Ranks(rank.group), 0, None)
-    taken._memory.make = lambda path: made.folder.mkdir(exist_ok=True)
+    made.folder.mkdir(exist_ok=True)
     with pytest.raises(AgreementError, match="ranks differ in step: 1 on rank 0, 2 on rank 1"):
         taken.save({}, 1, 1 + rank.rank)
 
@@ -328,13 +408,13 @@ def test_snapshots_go_on_after_a_resume_from_the_disk(tmp_path, host_memory):
     train(tmp_path / "run", 3, every=1)
     for _ in range(2):
         with pytest.raises(KeyError), lockstep.session() as run:
-            run.resume(tmp_path / "run", give_up_after=None)
+            run.resume(tmp_path / "run")
             run.save(tmp_path / "run", x=1)
             raise KeyError
     train_on = lockstep.session(time_limit=0.0)
     with train_on as run:
         assert not run.should_stop
-        run.resume(tmp_path / "run", give_up_after=None)
+        run.resume(tmp_path / "run")
         run.snapshot(tmp_path / "run", every=1, x=2)
         run.save(tmp_path / "run", x=3)
         assert run.agree(False) is False

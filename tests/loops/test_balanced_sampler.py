@@ -126,8 +126,6 @@ def test_it_goes_on_after_every_batch_on_any_number_of_ranks(workers):
         resumed = samplers(3, LENGTHS, 12)
         for each in resumed:
             each.load_state_dict(state)
-        ahead = [resumed[0].samples_ahead(each)[2] for each in range(len(rest))]
-        assert [sorted(each) for each in ahead] == rest
         batches = [list(seen(each, 2)) for each in resumed]
         assert [sorted(itertools.chain(*parts)) for parts in zip(*batches, strict=True)] == rest
 

@@ -44,11 +44,6 @@ class NewFolder:
             self._files.sync(*self._open, *folders)
         self.close()
 
-    def flush(self) -> None:
-        """Hand all written bytes to the system, so that other processes see them."""
-        for file in self._open:
-            file.hand_over()
-
     def finish(self, folder: Path) -> None:
         """On the rank that has written the manifest: make the complete checkpoint count, as ``folder``, or leave
         nothing."""

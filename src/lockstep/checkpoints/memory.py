@@ -3,14 +3,13 @@
 ::
 
     /dev/shm/lockstep-UID/         of this user alone
-        NAME-DIGEST/               of one path: that of the checkpoints, by its name and a digest of all of it
+        NAME-DIGEST/               of one folder of checkpoints: its name, and a digest of its path and its place
             save-.../              snapshots, with the layout of checkpoints
             PATH                   the path
-            history.jsonl          when ranks began and failed
             lock                   locked by each process that takes snapshots there
 
-A snapshot counts only together with the folder of checkpoints that it was made for, in which ``.run`` holds the id of
-the run. If that folder is removed or moved, a new run begins.
+The place is a random text in the folder of checkpoints itself, in the file ``.snapshots``: containers that share
+``/dev/shm`` may have other disks at the same path. If the folder is removed or moved, its snapshots no longer count.
 """
 
 import contextlib
@@ -19,18 +18,18 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import IO
 
 from lockstep._base.user_folder import user_folder
-from lockstep.checkpoints.files import FileSystem, OpenFile
+from lockstep.checkpoints.files import FileSystem, OpenFile, make_folders
 from lockstep.checkpoints.layout import MARKER, list_saved, read_regular
 from lockstep.errors import CheckpointError
 
 ROOT = Path("/dev/shm")
 """The file system in memory that all processes of a host share."""
-PATH, LOCK, RUN = "PATH", "lock", ".run"
+PATH, LOCK, PLACE = "PATH", "lock", ".snapshots"
 
 
 class MemoryFolder:
@@ -41,24 +40,46 @@ class MemoryFolder:
 
     @classmethod
     def of(cls, path: Path) -> "MemoryFolder | None":
-        """Return the folder for a path of checkpoints; None on a system without ``/dev/shm``.
+        """Return the folder for a path of checkpoints; None if no snapshot was taken for what lies there now.
 
         Raises :class:`CheckpointError` if other users can write there.
         """
-        if not ROOT.is_dir():
+        if not has_memory():
             return None
-        whole = str(path.resolve())
-        return cls(_of_user() / f"{path.resolve().name}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}")
+        user, whole, place = _of_user(), path.resolve(), _place_of(path)
+        digest = hashlib.sha256(f"{whole}\n{place}".encode()).hexdigest()[:12]
+        return cls(user / f"{whole.name}-{digest}") if place else None
 
-    def make(self, path: Path) -> None:
-        """Make the folder, for checkpoints in ``path``."""
+    @classmethod
+    def make(cls, path: Path) -> "tuple[MemoryFolder, IO[bytes]]":
+        """Make the folder for checkpoints in ``path``, which has a place; it is locked while the file is open.
+
+        Removes the folders of checkpoints that lay in ``path`` before, and that no process uses.
+        """
+        made = cls.of(path)
+        if made is None:
+            raise CheckpointError(f"{path / PLACE} cannot be read, or is empty: remove it")
         for _ in range(3):  # another run may have ended, and have removed the one that was empty
             _of_user(make=True)
             with contextlib.suppress(FileNotFoundError):
-                self.folder.mkdir(mode=0o700, exist_ok=True)
+                made.folder.mkdir(mode=0o700, exist_ok=True)
                 break
-        if not (self.folder / PATH).exists():
-            _write(self.folder / PATH, f"{path.resolve()}\n")
+        # Before others can see the path: they remove what is not locked.
+        lock = open(made.folder / LOCK, "ab+")  # noqa: SIM115  (closed by the caller)
+        fcntl.lockf(lock, fcntl.LOCK_SH)  # of this process alone: those that it forks do not hold it
+        if not (made.folder / PATH).exists():
+            new = made.folder / f"{PATH}.{secrets.token_hex(4)}"
+            new.write_text(f"{path.resolve()}\n")
+            os.replace(new, made.folder / PATH)
+        for each in sorted(made.folder.parent.iterdir()):
+            old = cls(each)
+            if each != made.folder and old.path == made.path and not old.is_used:
+                warnings.warn(
+                    f"{path}: a snapshot in {each} is of checkpoints that are no longer there, and is removed",
+                    stacklevel=2,
+                )
+                old.remove()
+        return made, lock
 
     @property
     def path(self) -> str:
@@ -73,12 +94,6 @@ class MemoryFolder:
         with contextlib.suppress(OSError):
             return sum(each.stat().st_blocks * 512 for each in self.folder.rglob("*"))
         return 0
-
-    def lock(self) -> IO[bytes]:
-        """Lock the folder while the returned file is open; the lock also ends with a killed process."""
-        file = open(self.folder / LOCK, "ab+")  # noqa: SIM115  (closed by the caller)
-        fcntl.lockf(file, fcntl.LOCK_SH)  # of this process alone: those that it forks do not hold it
-        return file
 
     @property
     def is_used(self) -> bool:
@@ -101,26 +116,22 @@ class MemoryFolder:
             self.folder.parent.rmdir()
 
 
-def all_folders() -> Iterator[MemoryFolder]:
-    """Yield the folders of this user on this host."""
-    if not ROOT.is_dir():
-        return
-    parent = _of_user()
-    if parent.is_dir():
-        yield from (MemoryFolder(each) for each in sorted(parent.iterdir()) if each.is_dir())
+def has_memory() -> bool:
+    """Return True on a system with memory that outlives processes."""
+    return ROOT.is_dir()
 
 
-def run_of(path: Path) -> str:
-    """Return the id of the run whose snapshots count for a folder of checkpoints; empty if there is none."""
+def mark(path: Path) -> None:
+    """Give a folder of checkpoints a place, unless it has one; the first of all ranks does it."""
+    make_folders(FileSystem(), path)
+    with contextlib.suppress(FileExistsError), open(path / PLACE, "x") as file:
+        file.write(f"{secrets.token_hex(8)}\n")
+
+
+def _place_of(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return read_regular(path / RUN).decode(errors="replace").strip()
+        return read_regular(path / PLACE).decode(errors="replace").strip()
     return ""
-
-
-def note_run(path: Path, run: str) -> None:
-    """Record the id of the run whose snapshots count for a folder of checkpoints."""
-    if run_of(path) != run:
-        _write(path / RUN, f"{run}\n")
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -138,8 +149,8 @@ def check_room(folder: Path, needed: int) -> None:
     if free < needed:
         raise CheckpointError(
             f"snapshots need {needed / 2**20:,.1f} MiB of memory, for two copies of the state, and {what} "
-            f"{free / 2**20:,.1f} MiB: give it more (`docker run --shm-size`, an emptyDir with medium: Memory), take "
-            "away what other runs have left (`lockstep runs --clean`), or save to the disk, by run.save(wait=False)"
+            f"{free / 2**20:,.1f} MiB: give it more (`docker run --shm-size`, an emptyDir with medium: Memory), remove "
+            f"what other runs have left in {folder.parent}, or save to the disk, by run.save(wait=False)"
         )
 
 
@@ -165,10 +176,3 @@ def _of_user(*, make: bool = False) -> Path:
         return user_folder(ROOT, make=make)
     except PermissionError as error:
         raise CheckpointError(f"snapshots are neither taken nor found: {error}; remove it") from None
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a small file in one piece, also if other processes do the same at that moment."""
-    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    new.write_text(text)
-    os.replace(new, path)

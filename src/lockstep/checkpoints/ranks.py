@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from lockstep._base.store import BoundedStore
 from lockstep._base.texts import shortened
 from lockstep.distributed.comm.agreement import all_gather_object
@@ -95,16 +93,6 @@ class Ranks:
             with contextlib.suppress(CommunicationError):  # of a rank that is already further: then all have come
                 self.tell(None, "an error of all ranks")
             raise
-
-    def broadcast(self, data: bytes, source: int, what: str) -> bytes:
-        """Return the ``data`` of rank ``source``; other ranks pass as many bytes."""
-        assert self._collectives is not None
-        here = bytearray(data)
-        values = torch.frombuffer(here, dtype=torch.uint8)
-        sent = values.to(self._collectives.device)
-        self._collectives.broadcast(sent, what, source).wait()
-        values.copy_(sent)
-        return bytes(here)
 
     def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
         """Raise :class:`AgreementError`, on every rank, unless all ranks have the same values."""

@@ -1,11 +1,11 @@
 """``resume()``: finds the newest checkpoint that is whole on every rank, and restores the run from it."""
 
-import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from lockstep._base.debug import log_of
 from lockstep._base.run_all import RunAll
-from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import (
     OWN,
@@ -26,8 +25,7 @@ from lockstep.checkpoints.layout import (
     read_manifest,
 )
 from lockstep.checkpoints.lineage import remember
-from lockstep.checkpoints.memory import MemoryFiles, run_of
-from lockstep.checkpoints.missing import Holdings, Receiving, what_is_here
+from lockstep.checkpoints.memory import MemoryFiles
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.state import (
     STATE_DICT,
@@ -47,6 +45,12 @@ from lockstep.distributed.comm.groups import Group
 from lockstep.errors import CheckpointError
 
 DISK, MEMORY = "disk", "memory"
+_ABSENT = {
+    DISK: "it is not on this host's disk: save to a disk that all hosts see, or start the ranks on the hosts on which "
+    "they have saved",
+    MEMORY: "it is not in this host's memory",
+}
+"""Why a rank lacks a checkpoint that others have."""
 _DIGESTS = 4
 """Number of threads that compute digests while files are loaded, from the same pages in memory."""
 
@@ -69,9 +73,9 @@ def resume(path: str | os.PathLike[str], *unnamed: object, group: Group | None =
     """Continue the run that :func:`lockstep.save` has saved; call it on every rank, before the first step.
 
     All ranks take the newest checkpoint that is complete on every rank. A warning tells for each newer one what it
-    lacks. If a host or a rank lacks files, as a new host with an empty disk does, other ranks send them. Then every
-    object is as it was at the save, and so are the random numbers: from there the run computes the same bits as a run
-    that was never stopped.
+    lacks. Then every object is as it was at the save, and so are the random numbers: from there the run computes the
+    same bits as a run that was never stopped. Hosts with disks of their own have to have the ranks that they had when
+    it was saved: a new host with an empty disk has nothing to resume from.
 
     Args:
         path: The folder that was given to :func:`lockstep.save`.
@@ -86,7 +90,7 @@ def resume(path: str | os.PathLike[str], *unnamed: object, group: Group | None =
 
     If the number of ranks has changed since the save, only the state that is the same on all ranks is loaded. Then
     random numbers go on as they are, and local buffers get the first rank's values. A warning names the state that is
-    not loaded. The same happens if some rank's own state is on no host that takes part.
+    not loaded.
 
     It reads the disk alone: snapshots in the memory of hosts, which may be newer, are for a session's
     ``run.resume()``.
@@ -100,9 +104,8 @@ def resume(path: str | os.PathLike[str], *unnamed: object, group: Group | None =
         AgreementError: Ranks give different names.
         CommunicationError: A rank does not answer.
 
-    Communicates at most eight small all-gathers, two more for each checkpoint that turns out to be torn when it is
-    read, and a broadcast for each 4 MiB of missing files. Needs memory for the loaded state and for a copy of the
-    objects' former state.
+    Communicates at most seven small all-gathers, and one more for each checkpoint that turns out to be torn when it is
+    read. Needs memory for the loaded state and for a copy of the objects' former state.
 
     Example:
         >>> import tempfile, torch, lockstep
@@ -149,26 +152,26 @@ class Resuming:
         ranks = self._ranks
         answers = ranks.together("resume()", lambda: self._look(state))
         ranks.check_equal("resume()", [{"the names to be filled": answer["names"]} for answer in answers])
-        found, torn = self._choose(answers)
-        if found is None and any(answer["finished"] for answer in answers):
+        name, torn = self._choose(answers)
+        if name is None and any(answer["finished"] for answer in answers):
             with ranks.in_unison():
                 raise CheckpointError(
                     f"{self._path}: there are checkpoints, and none is whole on every rank: {'; '.join(torn)}. Put "
                     "back what is missing, or start a new run in another folder"
                 )
-        if found is not None:
+        if name is not None:
             self._fill()
-            manifest = self._whole[found.name]
+            manifest = self._whole[name]
             self.number = manifest.number
-            self.in_memory = found.name.startswith(MEMORY)
+            self.in_memory = name.startswith(MEMORY)
             if ranks.rank == 0:
                 remember(self._path, manifest.run, max((each.number for each in list_saved(self._path)), default=0))
-                self._warn_of_own_parts(manifest, found)
-        log_of("checkpoints").debug("rank %d: resumes from %s", ranks.rank, "none" if found is None else found.name)
+                self._warn_of_own_parts(manifest)
+        log_of("checkpoints").debug("rank %d: resumes from %s", ranks.rank, "none" if name is None else name)
         if ranks.rank == 0:
             for text in torn:
                 warnings.warn(f"{self._path}: skipped {text}", stacklevel=3)
-        return None if found is None else self._resumed(found.name)
+        return None if name is None else self._resumed(name)
 
     # ------------------------------------------------------------------------------------- choosing
 
@@ -180,12 +183,15 @@ class Resuming:
             for each in list_saved(path):
                 name = f"{root}/{each.folder.name}"
                 try:
-                    self._whole[name] = read_manifest(each.folder)
+                    manifest = self._whole[name] = read_manifest(each.folder)
                 except TornError as error:
-                    if root == MEMORY:  # a process was killed there; on another host it may be whole
+                    if root == MEMORY:  # a process was killed there
                         discard(MemoryFiles(), each.folder)
                         continue
                     torn[name] = str(error)
+                else:
+                    if self._own_file(manifest) is None:
+                        torn[name] = self._why_not_own(manifest)
                 saved.append([each.number, name])
         return {
             "names": [entry.name for entry in self._entries],
@@ -194,69 +200,46 @@ class Resuming:
             "saved": saved,
             "finished": any(each.is_finished for each in list_saved(self._path)),
             "ids": {name: manifest.id for name, manifest in self._whole.items()},
-            "own": [name for name, manifest in self._whole.items() if self._own_file(manifest) is not None],
             "torn": torn,
-            "runs": {name: manifest.run for name, manifest in self._whole.items()},
-            "run": run_of(self._path),
         }
+
+    def _why_not_own(self, manifest: Manifest) -> str:
+        rank = self._ranks.rank
+        name, host = self._ranks.names[rank], manifest.hosts[min(rank, manifest.world_size - 1)]
+        return (
+            f"{rank_file(rank)} is not here, since rank {name} has saved it on host {host}, to a disk of its own: "
+            "start that rank there, or save to a disk that all hosts see"
+        )
 
     def _folder(self, name: str) -> Path:
         root, _, folder = name.partition("/")
         return self._roots[root] / folder
 
-    def _choose(self, answers: Sequence[dict[str, Any]]) -> tuple["_Found | None", list[str]]:
-        """Find and load the newest checkpoint that every rank has or receives; also return why newer ones are unusable.
-
-        If there is none, take the newest checkpoint that lacks only some rank's own state.
-        """
-        hosts = [answer["host"] for answer in answers]
-        torn: list[str] = []
-        without_own: list[tuple[_Found, int]] = []
+    def _choose(self, answers: Sequence[dict[str, Any]]) -> tuple[str | None, list[str]]:
+        """Load the newest checkpoint that is whole on every rank; also return why newer ones are not."""
+        ranks, torn = self._ranks, list[str]()
         saved = {(number, name) for answer in answers for number, name in answer["saved"]}
         for _, name in sorted(saved, reverse=True):
             reasons = self._reasons(name, answers)
             if not any(reasons):
-                found = _Found(name, self._holdings(name, answers))
-                if not found.lost:
-                    reasons = self._get(found, _places(name, answers))
-                    if not any(reasons):
-                        return found, torn
-                else:
-                    without_own.append((found, len(torn)))
-                    reasons = [found.why_lost(self._ranks.names)] * len(answers)
+                places = [answer["places"][name.partition("/")[0]] for answer in answers]
+                # The first rank of each place compares the digests of what is the same on all ranks.
+                compares = places.index(places[ranks.rank]) == ranks.rank
+                reasons = ranks.together("resume()", partial(self._load, name, compares))
+            if not any(reasons):
+                return name, torn
+            hosts = [answer["host"] for answer in answers]
             torn.append(f"{name.removeprefix(DISK + '/')}: {self._explain(reasons, hosts)}")
-        for found, newer in without_own:
-            if not any(self._get(found, _places(found.name, answers))):
-                return found, torn[:newer]
         return None, torn
 
     def _reasons(self, name: str, answers: Sequence[dict[str, Any]]) -> list[str]:
-        """Return why a checkpoint cannot be used, for each rank with a reason; on some ranks it may be missing."""
-        if name.startswith(MEMORY):
-            run = next(answer["runs"][name] for answer in answers if name in answer["runs"])
-            if run not in [answer["run"] for answer in answers]:
-                return [f"it is a snapshot of run {run}, of which {self._path} knows nothing"] * len(answers)
-        reasons = [answer["torn"].get(name, "") for answer in answers]
+        """Return for each rank why a checkpoint cannot be used, "" if it can."""
+        absent = _ABSENT[name.partition("/")[0]]
+        reasons = [answer["torn"].get(name, "" if name in answer["ids"] else absent) for answer in answers]
         ids = {answer["ids"][name] for answer in answers if name in answer["ids"]}
         if any(reasons) or len(ids) == 1:
             return reasons
         return [f"it is the one with id {answer['ids'].get(name)}, others have another" for answer in answers]
-
-    def _holdings(self, name: str, answers: Sequence[dict[str, Any]]) -> Holdings | None:
-        """Return the files of a checkpoint that each rank has, if files are missing on some rank; else None."""
-        absent = [name not in answer["ids"] for answer in answers]
-        lacking = [name not in answer["own"] for answer in answers]
-        if not any(lacking):
-            return None
-        places = _places(name, answers)
-        having = [None if missing else place for place, missing in zip(places, absent, strict=True)]
-        own = self._ranks.rank
-        speaks = not absent[own] and having.index(places[own]) == own
-        told = self._ranks.tell(
-            what_is_here(self._whole[name], absent, lacking) if speaks else None, "what ranks have of a checkpoint"
-        )
-        first = [rank for rank, place in enumerate(places) if place not in having and places.index(place) == rank]
-        return Holdings.of(told, first, lacking)
 
     def _explain(self, reasons: Sequence[str], hosts: Sequence[str]) -> str:
         if len(set(reasons)) == 1:
@@ -266,48 +249,20 @@ class Resuming:
 
     # -------------------------------------------------------------------------------------- loading
 
-    def _get(self, found: "_Found", places: Sequence[object]) -> list[str]:
-        """Load a checkpoint, after other ranks have sent missing files. Return the reason of each rank where that
-        failed.
-
-        The first rank of each place compares the digests of the files that are the same on all ranks.
-        """
-        ranks, holdings, own = self._ranks, found.holdings, not found.lost
-        compares = places.index(places[ranks.rank]) == ranks.rank
-        has_all = holdings is None or not holdings.lacking[ranks.rank]
-        reasons = ranks.together("resume()", lambda: self._load(found.name, own, compares) if has_all else "")
-        if any(reasons) or holdings is None:
-            return reasons
-        folder = self._folder(found.name)
-        files = MemoryFiles() if found.name.startswith(MEMORY) else FileSystem()
-        receiving = Receiving(folder, files, holdings, ranks, own=own)
-        reasons = receiving.receive()
-        if any(reasons):
-            return reasons
-
-        def load() -> str:
-            self._whole[found.name] = read_manifest(folder)
-            return self._load(found.name, own, compares, receiving.own)
-
-        return ranks.together("resume()", lambda: "" if has_all else load())
-
-    def _load(self, name: str, own: bool, compares: bool, given: bytes | None = None) -> str:
+    def _load(self, name: str, compares: bool) -> str:
         """Read all files into memory; return why the checkpoint is not complete, "" if it is.
 
-        With ``own``, also read this rank's own state, from ``given`` if others have sent it. Other threads compute
-        digests meanwhile, so that nothing is read from the disk twice.
+        Other threads compute digests meanwhile, so that nothing is read from the disk twice.
         """
         folder, manifest = self._folder(name), self._whole[name]
         self._check_entries(folder, manifest)
-        files = manifest.shared_files if compares else set()
-        own_file = self._own_file(manifest) if own else self._any_own_file(manifest)
-        if given is None and own_file is not None:
-            files.add(own_file)
+        own = self._own_file(manifest)
+        files = (manifest.shared_files if compares else set()) | ({own} if own else set())
         with ThreadPoolExecutor(_DIGESTS) as threads:
             checks = [threads.submit(check_contents, folder, {each: manifest.files[each]}) for each in files]
             try:
                 try:
-                    self._read_parts(folder, manifest, own, given or own_file)
+                    self._read_parts(folder, manifest, own)
                 finally:
                     for check in checks:
                         check.result()
@@ -322,11 +277,9 @@ class Resuming:
                 raise CheckpointError(f"{folder} has no {entry.name!r}; it has {there}")
             check_target(entry, manifest.entries[entry.name])
 
-    def _read_parts(self, folder: Path, manifest: Manifest, own: bool, own_part: bytes | str | None) -> None:
-        loaded: dict[str, Any] = {"own": {}}
-        if own_part is not None:
-            loaded = _read(io.BytesIO(own_part) if isinstance(own_part, bytes) else folder / own_part)
-        if not own or manifest.world_size != self._ranks.size:
+    def _read_parts(self, folder: Path, manifest: Manifest, own: str | None) -> None:
+        loaded: dict[str, Any] = {"own": {}} if own is None else _read(folder / own)
+        if manifest.world_size != self._ranks.size:
             loaded = {"own": {name: common_parts(parts) for name, parts in loaded["own"].items()}}
         given = {entry.name for entry in self._entries}
         self._own, self._loaded_from = loaded, folder
@@ -339,13 +292,9 @@ class Resuming:
     def _own_file(self, manifest: Manifest) -> str | None:
         """Return this rank's own file, or any rank's if the number of ranks has changed; None if it is not here."""
         if manifest.world_size != self._ranks.size:
-            return self._any_own_file(manifest)
+            return min(manifest.own_files, default=None)  # a part of it serves every rank
         own = rank_file(self._ranks.rank)
         return own if own in manifest.files else None
-
-    def _any_own_file(self, manifest: Manifest) -> str | None:
-        """Return a file with some rank's own state; a part of it serves every rank."""
-        return min(manifest.own_files, default=None)
 
     # -------------------------------------------------------------------------------------- filling
 
@@ -411,48 +360,16 @@ class Resuming:
         values = {name: parts.own.get("state", parts.shared) for name, parts in plain.items()}
         return Resumed(manifest.step, self._folder(name), manifest.world_size, values)
 
-    def _warn_of_own_parts(self, manifest: Manifest, found: "_Found") -> None:
-        if manifest.world_size != self._ranks.size:
-            why = f"saved by {manifest.world_size} rank(s) and resumed by {self._ranks.size}"
-        elif found.lost:
-            why = f"{found.name.removeprefix(DISK + '/')}: {found.why_lost(self._ranks.names)}"
-        else:
+    def _warn_of_own_parts(self, manifest: Manifest) -> None:
+        if manifest.world_size == self._ranks.size:
             return
         names = ["", *(name for name, kind in manifest.entries.items() if kind.endswith(OWN))]
         warnings.warn(
-            f"{self._path}: {why}, so that what each rank had of its own is not loaded: random numbers, state of "
-            "communication hooks" + ", ".join(names),
+            f"{self._path}: saved by {manifest.world_size} rank(s) and resumed by {self._ranks.size}, so that what "
+            "each rank had of its own is not loaded: random numbers, state of communication hooks" + ", ".join(names),
             stacklevel=4,
         )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A checkpoint that could be resumed from."""
-
-    name: str
-    holdings: Holdings | None
-    """The ranks that have files of it, and those that need some; None if every rank has all that it needs."""
-
-    @property
-    def lost(self) -> Sequence[int]:
-        """The ranks, numbered in the group, whose own state is nowhere."""
-        return () if self.holdings is None else self.holdings.lost
-
-    def why_lost(self, names: Sequence[int]) -> str:
-        """Describe :attr:`lost` in words; ``names`` are the ranks' names in messages."""
-        assert self.holdings is not None
-        files = ", ".join(map(rank_file, self.lost))
-        hosts = ", ".join(sorted({self.holdings.manifest.hosts[rank] for rank in self.lost}))
-        ranks = ", ".join(str(names[rank]) for rank in self.lost)
-        return f"nobody has {files} of rank {ranks}, written on host {hosts}, to a disk of its own"
-
-
-def _places(name: str, answers: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return, for each rank, the place where a checkpoint lies or would lie; it is equal for ranks that share a
-    disk."""
-    return [answer["places"][name.partition("/")[0]] for answer in answers]
-
-
-def _read(file: Path | io.BytesIO) -> Any:
+def _read(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)

@@ -60,7 +60,6 @@ class ResumableSampler(Sampler[Any]):
         self.epoch = 0
         self.consumed = 0
         self._open = False
-        self._batch_size, self._drops_last = 0, False
 
     def __repr__(self) -> str:
         place = f"epoch {self.epoch}, {self.consumed} samples consumed"
@@ -82,30 +81,10 @@ class ResumableSampler(Sampler[Any]):
                 "a loader with a ResumableSampler is gone through by `for batch in sampler.batches(loader)`, so that "
                 "the batches that training has had are counted"
             )
-        return iter(self._order(self.epoch)[self.consumed :])
-
-    def _order(self, epoch: int) -> list[Any]:
         if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        with _drawing_from(derive_seed("order", self.seed, epoch)):
-            return list(self.sampler)
-
-    def samples_ahead(self, batches: int) -> tuple[int, int, list[Any]] | None:
-        """Return the epoch and the number of the batch that comes ``batches`` after the next one, and its samples.
-
-        They are those of this rank. None if no loader has told yet how large batches are.
-        """
-        size = self._batch_size
-        if not size:
-            return None
-        left, in_epoch = (_batches_in(len(self) - begin, size, self._drops_last) for begin in (self.consumed, 0))
-        if not in_epoch:
-            return None
-        epoch, begin = self.epoch, self.consumed + batches * size
-        if batches >= left:
-            epochs, number = divmod(batches - left, in_epoch)
-            epoch, begin = self.epoch + 1 + epochs, number * size
-        return epoch, begin // size, self._order(epoch)[begin : begin + size]
+            self.sampler.set_epoch(self.epoch)
+        with _drawing_from(derive_seed("order", self.seed, self.epoch)):
+            return iter(list(self.sampler)[self.consumed :])
 
     def batches(self, loader: DataLoader[Any]) -> "EpochBatches":
         """Return the remaining batches of the epoch; after the last one, the next epoch follows.
@@ -121,7 +100,6 @@ class ResumableSampler(Sampler[Any]):
     def go_through(self, loader: DataLoader[Any]) -> Generator[Any]:
         """Return the iterator of :meth:`batches`; workers of the loader start at once."""
         self._open = True
-        self._batch_size, self._drops_last = loader.batch_size or 1, loader.drop_last
         with _drawing_from(derive_seed("workers", _rank(), self.seed, self.epoch)):
             return self._counted(iter(loader), loader.batch_size or 1)
 
@@ -157,8 +135,6 @@ class ResumableSampler(Sampler[Any]):
             "length": len(self),
             "ranks": getattr(self.sampler, "num_replicas", 1),
             "seed": self.seed,
-            "batch_size": self._batch_size,
-            "drops_last": self._drops_last,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -175,7 +151,6 @@ class ResumableSampler(Sampler[Any]):
                 "in another order, in which some samples come twice in this epoch and others not at all",
                 stacklevel=2,
             )
-        self._batch_size, self._drops_last = state.get("batch_size", 0), bool(state.get("drops_last"))
         self.epoch = state["epoch"]
         self.consumed = min(state["consumed"] * state["ranks"] // ranks, len(self))
 

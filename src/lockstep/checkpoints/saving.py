@@ -3,6 +3,7 @@
 import operator
 import os
 import secrets
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +16,6 @@ from lockstep._base.debug import log_of
 from lockstep.checkpoints import loadable
 from lockstep.checkpoints.files import FileSystem, make_folders
 from lockstep.checkpoints.folders import NewFolder, remove_old, remove_unfinished
-from lockstep.checkpoints.history import now
 from lockstep.checkpoints.layout import (
     OWN,
     Manifest,
@@ -293,7 +293,7 @@ class Saving:
             entries=self._kinds,
             files=self._complete(written, leaders),
             versions={"torch": torch.__version__},
-            time=now(),
+            time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         )
         return manifest.to_bytes()
 

@@ -1,6 +1,5 @@
 """Snapshots: checkpoints in the memory of each host, taken often; only the newest one is kept."""
 
-import base64
 import math
 import time
 import warnings
@@ -9,17 +8,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep._base.tree import tensors_in
-from lockstep.checkpoints.files import FileSystem, make_folders
-from lockstep.checkpoints.folders import NewFolder, discard
-from lockstep.checkpoints.layout import UNFINISHED, StoredFile, list_saved, rank_file
+from lockstep.checkpoints.folders import discard
+from lockstep.checkpoints.layout import UNFINISHED, list_saved
 from lockstep.checkpoints.lineage import lineage_of
-from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room, note_run
+from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room, has_memory, mark
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.saving import Saving
 from lockstep.errors import CheckpointError, OptionError
-
-LARGEST_SENT = 1 << 20
-"""Bytes of a rank's own state up to which each host gets a copy: it may be the only one that is left."""
 
 
 class Pace:
@@ -70,21 +65,27 @@ class Snapshots:
     """The snapshots of one run, on one rank."""
 
     def __init__(self, path: Path, ranks: Ranks) -> None:
-        memory = MemoryFolder.of(path)
-        if memory is None:
+        if not has_memory():
             raise CheckpointError("run.snapshot() needs memory that outlives the ranks, /dev/shm: there is none here")
+        MemoryFolder.of(path)  # raises if others can write there
         self._path = path
-        self.memory = memory
         self._ranks = ranks
         self.pace = Pace()
+        self._memory: MemoryFolder | None = None
         self._lock: IO[bytes] | None = None
         self._last: int | None = None
+        self._checked = False
+        """True once there was room for a snapshot."""
 
     def take(self, state: Mapping[str, Any], every: int | None, at_most: float, step: int | None, above: int) -> int:
         """Take a snapshot, which is due, and return its number; every rank calls it."""
-        saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last, first=self._lock is None)
+        if self._memory is None:
+            self._ranks.together("snapshot()", lambda: mark(self._path))
+            self._ranks.together("snapshot()", self._make)
+        assert self._memory is not None
+        saving = _Snapshot(self._path, self._memory, self._ranks, above, self._last, first=not self._checked)
         saving.save(state, 1, step)
-        self._lock = self._lock or self.memory.lock()
+        self._checked = True
         self._last = saving.number
         if every is None:
             told = self._ranks.tell(list(self.pace.times()), "what a snapshot has cost")
@@ -93,15 +94,23 @@ class Snapshots:
             self.pace.took(seconds, elapsed, step_seconds, at_most)
         return saving.number
 
+    def _make(self) -> None:
+        """Make the folder in memory; the path has its place by now, which all ranks of a disk read alike."""
+        self._memory, self._lock = MemoryFolder.make(self._path)
+
     def resumed(self, number: int) -> None:
         """Record that this run continues from the state with this number, so that the snapshots up to it are its
         own."""
-        self._last = max([number, *(each.number for each in list_saved(self.memory.folder))])
+        memory = self._memory or MemoryFolder.of(self._path)
+        there = [] if memory is None else list_saved(memory.folder)
+        self._last = max([number, *(each.number for each in there)])
 
     def close(self, *, remove: bool) -> None:
         """Release the lock on the memory; with ``remove``, also remove the snapshots."""
         if remove and self._last is not None:
-            self.memory.remove()
+            memory = self._memory or MemoryFolder.of(self._path)
+            if memory is not None:
+                memory.remove()
         if self._lock is not None:
             self._lock.close()
 
@@ -119,7 +128,6 @@ class _Snapshot(Saving):
         self._first = first
 
     def _prepare(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        self._memory.make(self._disk)
         answer = super()._prepare(state)
         if self._first:
             size = sum(each.nbytes for parts in self._parts.values() for each in tensors_in([parts.shared, parts.own]))
@@ -144,28 +152,6 @@ class _Snapshot(Saving):
 
     def _remember(self) -> None:
         """Do nothing: the lineage is that of the checkpoints on the disk."""
-
-    def _write(self, leaders: list[int], new: NewFolder) -> dict[str, Any]:
-        answer = super()._write(leaders, new)
-        name = rank_file(self._ranks.rank)
-        if len(set(leaders)) > 1 and answer["files"][name]["bytes"] <= LARGEST_SENT:
-            new.flush()
-            answer["own"] = base64.b64encode((new.path / name).read_bytes()).decode()
-        return answer
-
-    def _complete(self, written: list[dict[str, Any]], leaders: list[int]) -> dict[str, StoredFile]:
-        """Also write the own state of ranks on other hosts, since it may become the only copy."""
-        make_folders(FileSystem(), self._disk)
-        note_run(self._disk, self.run)
-        files = super()._complete(written, leaders)
-        for rank, each in enumerate(written):
-            name = rank_file(rank)
-            if name in files or "own" not in each:
-                continue
-            files[name] = StoredFile(**each["files"][name])
-            assert self._new is not None
-            self._new.create(name).write(base64.b64decode(each["own"]))
-        return files
 
     def _clear(self) -> None:
         """Remove all other snapshots, since this one is whole on every rank."""

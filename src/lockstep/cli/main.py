@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 
 import lockstep
-from lockstep.cli import bench, check, doctor, run, runs, stacks
+from lockstep.cli import bench, check, doctor, run, stacks
 from lockstep.cli.parser import Parser
 from lockstep.errors import CheckError, LockstepError, OptionError
 
-SUBCOMMANDS = (run, check, doctor, bench, stacks, runs)
+SUBCOMMANDS = (run, check, doctor, bench, stacks)
 _REMOVED = {
+    "runs": "snapshots that runs have left are folders in /dev/shm/lockstep-UID, whose PATH says of which run",
     "trace": (
         "record the ranks with torch.profiler, and read what they have written as docs/command.md shows "
         '("Who waited for whom")'

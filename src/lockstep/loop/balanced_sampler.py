@@ -238,16 +238,6 @@ class BalancedSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.epoch, self.batch = epoch, 0
 
-    def samples_ahead(self, batches: int) -> tuple[int, int, list[int]] | None:
-        """Return the epoch and the number of the batch that comes ``batches`` after the next one, and its samples, on
-        all ranks; None if there are no batches."""
-        epoch, number = self.epoch, self.batch + batches
-        while (count := len(self._batches_of(epoch))) <= number:
-            if not count:
-                return None
-            epoch, number = epoch + 1, number - count
-        return epoch, number, self._batches_of(epoch)[number]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data, and the arguments that it belongs to; they load on any number of ranks.
 

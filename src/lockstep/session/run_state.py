@@ -1,8 +1,6 @@
 """Saves the state of a session's run, takes snapshots of it, and resumes from it."""
 
-import contextlib
 import os
-import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,10 +9,8 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep._base.store import BoundedStore, in_background, own_connection
-from lockstep.checkpoints import history
-from lockstep.checkpoints.crash_loops import CrashLoops
 from lockstep.checkpoints.files import FileSystem
-from lockstep.checkpoints.memory import MemoryFolder
+from lockstep.checkpoints.memory import MemoryFolder, has_memory
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
 from lockstep.checkpoints.resuming import Resumed, Resuming
 from lockstep.checkpoints.saving import Saving
@@ -40,10 +36,6 @@ class PathState:
         self.in_memory = 0
         """The number of the newest snapshot."""
         self.snapshots: Snapshots | None = None
-        self.resumed = False
-        """True if this start goes on from one of them."""
-        self.noted = False
-        """True if the history says that this start has begun."""
 
     def __repr__(self) -> str:
         return f"PathState({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
@@ -71,8 +63,6 @@ class RunState:
         self._store_behind: Any = None
         """The same over a connection of its own, kept from save to save: a store is silent while many connect."""
         self._ended = False
-        self._start = ""
-        """The id of this start of the ranks, alike on all of them from the first snapshot or resume on."""
         self._process = os.getpid()
 
     def __repr__(self) -> str:
@@ -134,57 +124,25 @@ class RunState:
     def snapshot(self, path: Path, every: int | None, at_most: float, step: int, state: dict[str, Any]) -> None:
         """Take a snapshot, which is due: see :meth:`Session.snapshot`."""
         known = self._of(path)
-        number = self._snapshots(path).take(state, every, at_most, step, known.newest)
-        if not known.in_memory:
-            self._note_start(path, 0)
-        known.newest = known.in_memory = number
+        known.newest = known.in_memory = self._snapshots(path).take(state, every, at_most, step, known.newest)
 
-    def resume(self, path: Path, state: dict[str, Any], give_up_after: int | None = None) -> Resumed | None:
+    def resume(self, path: Path, state: dict[str, Any]) -> Resumed | None:
         """See :meth:`Session.resume`."""
         self._wait_for_save()
-        memory, ranks = MemoryFolder.of(path), Ranks(self._group)
-        loops = None if memory is None else CrashLoops(memory.folder, ranks, state, give_up_after)
-        resuming = Resuming(path, ranks, None if memory is None else memory.folder)
+        memory = MemoryFolder.of(path)
+        resuming = Resuming(path, Ranks(self._group), None if memory is None else memory.folder)
         found = resuming.resume(state)
         known = self._of(path)
         if found is not None:
-            known.resumed = True
             # A host that was cut off may hold one more, with the next number.
             known.newest = max(known.newest, resuming.number + 1)
-        if found is not None and loops is not None:
-            loops.check(found.step or 0)
-            self._snapshots(path).resumed(known.newest)
-            self._note_start(path, found.step)
+            if has_memory():
+                self._snapshots(path).resumed(known.newest)
         if resuming.in_memory:
             known.in_memory = resuming.number
         else:
             known.on_disk = resuming.number
         return found
-
-    def _note_start(self, path: Path, step: int | None) -> None:
-        """Begin a line of the history on each host, unless this start has one."""
-        known, ranks = self._of(path), Ranks(self._group)
-        folder = self._snapshots(path).memory.folder
-        if not known.noted and not known.resumed:
-            history.forget(folder)  # it is of another run
-        if not self._start:
-            self._start = ranks.tell(secrets.token_hex(4), "the id of this start")[0]
-        if known.noted or not folder.is_dir():
-            return
-        known.noted = True
-        self._note(folder, history.BEGAN, step)
-
-    def _note(self, folder: Path, what: str, step: int | None, **more: Any) -> None:
-        history.note(folder, history.Event(what, self._start, history.now(), step, self._group.size(), **more))
-
-    def note_failure(self, rank: int, step: int | None, in_batches: bool, why: str) -> None:
-        """Write to the histories which rank has failed, and at which step, counted in batches or in steps of the
-        optimizer."""
-        for known in self._paths.values():
-            if known.noted and known.snapshots is not None:
-                folder = known.snapshots.memory.folder
-                with contextlib.suppress(OSError):
-                    self._note(folder, history.FAILED, step, rank=rank, why=why, in_batches=in_batches)
 
     def end(self, error: BaseException | None) -> None:
         """Wait for a save in flight, and raise its error if it has failed; after an error of the session, give it

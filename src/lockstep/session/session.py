@@ -17,14 +17,12 @@ from lockstep import loop
 from lockstep._base.seeds import derive_seed
 from lockstep._base.wrapper import naming_options
 from lockstep.checkpoints import Resumed
-from lockstep.checkpoints.crash_loops import TO_LEAVE_OUT
 from lockstep.checkpoints.state import check_named
 from lockstep.distributed.comm.group_state import leave_companions
 from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.errors import OptionError
 from lockstep.failures.channel import LINK_SECONDS
-from lockstep.failures.failure import peer_failure_in
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.loop.stop_and_skip import groups_of
@@ -236,8 +234,8 @@ class Session:
         """Copy the state into each host's memory, where it outlives the ranks; :meth:`resume` continues from there.
 
         Call it on every rank after each step. If the launcher (``torchrun --max-restarts``, Ray, SLURM, Kubernetes)
-        starts killed ranks again, they continue from the newest snapshot that is whole on some host, or from the newest
-        checkpoint on the disk if that is newer.
+        starts killed ranks again, they continue from the newest snapshot that is whole on all hosts, or from the newest
+        checkpoint on the disk if that is newer, or if a new host has no snapshot.
 
         Args:
             path: The folder that is given to :meth:`save` and :meth:`resume`.
@@ -253,10 +251,9 @@ class Session:
 
         A snapshot has the layout of a checkpoint. It lies in ``/dev/shm``, in a folder that only this user can read.
         The last snapshot is removed when the next one is whole on every host, so each host needs memory for two copies
-        of the state, beside the memory of the ranks; the first snapshot fails if there is less. If a rank's own state
-        is at most 1 MiB, it is copied to every host. The snapshots are removed when the session ends without an error,
-        unless the run was asked to stop (:attr:`should_stop`) and has not saved since. ``lockstep runs`` lists the
-        snapshots that are left.
+        of the state, beside the memory of the ranks; the first snapshot fails if there is less. The snapshots are
+        removed when the session ends without an error, unless the run was asked to stop (:attr:`should_stop`) and has
+        not saved since.
 
         Raises:
             CheckpointError: The snapshot could not be taken on some rank, or there is no ``/dev/shm``.
@@ -276,24 +273,22 @@ class Session:
         self,
         path: "str | os.PathLike[str]",
         *unnamed: object,
-        give_up_after: int | None = 3,
         **state: Any,
     ) -> Resumed | None:
         """Restore the newest state that :meth:`save` or :meth:`snapshot` has kept; :attr:`step` continues, too.
 
         This is :func:`lockstep.resume`, which here also looks into the memory of all hosts. It takes the newest state
-        that is whole in some host's memory, or on the disk. Hosts that lack it get it from the others.
-
-        Raises :class:`~lockstep.errors.CrashLoopError` if the last ``give_up_after`` starts of a run with snapshots
-        have all failed at the same step; with None, never. The message has the failures, and the samples of the batch
-        of that step, if the state has one :class:`lockstep.shares.GlobalBatches` or
-        :class:`~lockstep.ResumableSampler`, whose batches :meth:`batches` counts.
+        that is whole on every rank, in the memory of its host or on the disk.
         """
         check_named(unnamed, "resume()")
-        if "skip_poison" in state:
-            raise OptionError(f"resume() has no option skip_poison. {TO_LEAVE_OUT}")
+        if gone := {"give_up_after", "skip_poison"} & state.keys():
+            raise OptionError(
+                f"resume() has no option {min(gone)}. The launcher counts starts (torchrun --max-restarts 3), and the "
+                "log of each ends with the rank that failed, its step and its error; samples that fail each time are "
+                "left out by the data set"
+            )
         with self.phase(Phase.CHECKPOINT):
-            found = self._state.resume(Path(path), self._generators() | state, give_up_after)
+            found = self._state.resume(Path(path), self._generators() | state)
         if found is not None and found.step is not None:
             self._steps.go_on_from(found.step)
         return found
@@ -318,24 +313,10 @@ class Session:
         self._steps.close()
         try:
             self._watch.end(error, self._release)
-        except BaseException as told:
-            self._note_failure(told)
+        except BaseException:
             self._state.close(remove=False)
             raise
-        if error is not None:
-            self._note_failure(error)
         self._state.close(remove=error is None, unless_newer=stopped)
-
-    def _note_failure(self, error: BaseException) -> None:
-        """Write to the run's history the rank that failed first, as far as this rank knows."""
-        peer = peer_failure_in(error)
-        if peer is not None:
-            known = None if self._watch.channel is None else self._watch.channel.failure
-            in_batches = self.progress.in_batches if known is None else known.in_batches
-            self._state.note_failure(peer.rank, peer.step, in_batches, peer.reason)
-        elif isinstance(error, Exception):
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._state.note_failure(self.rank, self.step, self.progress.in_batches, why)
 
     if not TYPE_CHECKING:  # type checkers know what a session has
 

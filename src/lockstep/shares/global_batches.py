@@ -293,11 +293,6 @@ class GlobalBatches:
 
     # ------------------------------------------------------------------------------------ progress
 
-    def samples_ahead(self, batches: int) -> tuple[int, int, list[int]]:
-        """Return the epoch and the number of the batch that comes ``batches`` after the next one, and its samples."""
-        epoch, number = self._place(self._epoch, self._batch + batches)
-        return epoch, number, self._rows(self._order(epoch), number)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch: ``epoch`` and ``batch``; and the arguments that belong to them.
 
