@@ -73,7 +73,7 @@ class Outcome:
     redone: int
     """Steps that were computed again."""
     hosts_left: int
-    """0 if the memory of all hosts was lost with it, or with others since the ranks last went on."""
+    """0 if a host of the next start has no snapshot, since its memory was lost or it was not there."""
     seconds: float | None
     """From the failure to the end of the first step after it; None if another failure came before."""
 
@@ -215,7 +215,9 @@ def judge(plan: Plan, events: list[dict], fingerprint: str) -> Told:
         if _has_memory(events_here):
             holders = {host for host, count in enumerate(start.ranks) if count}
         holders -= {start.host_of(each["victim"]) for each in failed if each["kind"] == "host"}
-        lost_all = lost_all or not holders
+        then = plan.starts[min(attempt + 1, len(plan.starts) - 1)]
+        # A snapshot counts if every host of the next start has it: nothing is sent to a new one.
+        lost_all = lost_all or not {host for host, count in enumerate(then.ranks) if count} <= holders
         begun = {each["step"] for each in events if _is(each, "from", attempt + 1)}
         steps = [
             each["step"] for each in events if each["what"] == "step" and base_attempt <= each["attempt"] <= attempt
@@ -290,10 +292,11 @@ HOSTS = [(2,), (3,), (4,), (1, 1), (2, 1), (2, 2), (1, 1, 1), (1, 2, 1)]
 def random_plan(numbers: random.Random) -> Plan:
     """Some failures, one or two in each start, of ranks on one to three hosts."""
     ranks = numbers.choice(HOSTS)
-    launcher_has_store = numbers.random() < 0.5
+    launcher_has_store, own_disks = numbers.random() < 0.5, numbers.random() < 0.4
     starts, now = [], ranks
     for _ in range(numbers.randint(4, 6)):
-        kinds = ["rank", "rank", "host", *["launcher"] * launcher_has_store]
+        # A host that has lost its own disk cannot resume.
+        kinds = ["rank", "rank", *["host"] * (not own_disks), *["launcher"] * launcher_has_store]
         kinds += ["link"] * (sum(map(bool, now)) > 1)
         failures = [_failure(numbers, kinds, sum(now))]
         if numbers.random() < 0.25:  # another one, in the same region and step
@@ -307,7 +310,7 @@ def random_plan(numbers: random.Random) -> Plan:
         if len(ranks) > 1 and lost and numbers.random() < 0.5:  # nobody comes in its place, for now
             now = tuple(0 if host in lost else count for host, count in enumerate(ranks))
             now = now if any(now) else ranks
-    return Plan(numbers.choice(["shm", "gloo"]), numbers.random() < 0.4, launcher_has_store, tuple(starts))
+    return Plan(numbers.choice(["shm", "gloo"]), own_disks, launcher_has_store, tuple(starts))
 
 
 def _failure(numbers: random.Random, kinds: list[str], world: int) -> Failure:
@@ -360,7 +363,7 @@ def table(outcomes: list[Outcome]) -> str:
     ]
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for each in outcomes:
-        kind = each.kind if each.hosts_left else "the last host"
+        kind = each.kind if each.hosts_left else f"{each.kind}, and a host is new"
         groups.setdefault((kind, each.region), []).append(each)
     for (kind, region), found in sorted(groups.items()):
         seconds = [each.seconds for each in found if each.seconds is not None] or [float("nan")]
