@@ -190,12 +190,6 @@ class Saving:
     def _remember(self) -> None:
         remember(self._path, self.run, self.number)
 
-    def _complete(self, written: list[dict[str, Any]], leaders: list[int]) -> dict[str, StoredFile]:
-        """Return the files in the folder of this rank's file system, from what each rank has written."""
-        own = leaders[self._ranks.rank]
-        in_folder = [each for each, leader in zip(written, leaders, strict=True) if leader == own]
-        return {name: StoredFile(**fields) for each in in_folder for name, fields in each["files"].items()}
-
     def _clear(self) -> None:
         """Remove old checkpoints; this one is whole on every rank."""
         for why in remove_old(self._files, self._path, self.run, self.number, self._keep):
@@ -282,7 +276,9 @@ class Saving:
         return StoredFile(file.bytes, file.sha256, self._ranks.rank, self._ranks.host)
 
     def _manifest(self, written: list[dict[str, Any]], leaders: list[int]) -> bytes:
-        first = self._answers[0]
+        first, own = self._answers[0], leaders[self._ranks.rank]
+        # The files in the folder of this rank's file system.
+        in_folder = [each["files"] for each, leader in zip(written, leaders, strict=True) if leader == own]
         manifest = Manifest(
             number=self.number,
             step=self._step,
@@ -291,7 +287,7 @@ class Saving:
             world_size=self._ranks.size,
             hosts=[answer["host"] for answer in self._answers],
             entries=self._kinds,
-            files=self._complete(written, leaders),
+            files={name: StoredFile(**fields) for files in in_folder for name, fields in files.items()},
             versions={"torch": torch.__version__},
             time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         )
