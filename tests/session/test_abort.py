@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -72,3 +74,56 @@ def leaves_in_order(rank, port):
 def test_ranks_that_leave_in_order_abort_nothing():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_processes(2, leaves_in_order, store.port, group_timeout=60) == [0, 0]
+
+
+def destroyed_together(rank, port, folder):
+    """Destroying a group ends once both ranks do it, and never if one has aborted, as NCCL's does."""
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    module = sys.modules["lockstep.session.watch"]
+    module.backends_of = lambda group: "cpu:gloo,cuda:nccl"
+    module.ABORT_SECONDS = 0.3
+    aborted, abort, destroy = threading.Event(), dist.ProcessGroup.abort, dist.destroy_process_group
+    arrive = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+
+    def destroy_together():
+        if not aborted.is_set():
+            arrive.set(f"rank {rank.rank} destroys", "")
+            arrive.wait([f"rank {1 - rank.rank} destroys"])
+        destroy()
+
+    dist.ProcessGroup.abort = lambda group: (aborted.set(), abort(group))
+    dist.destroy_process_group = destroy_together
+    with lockstep.session(backend="gloo", timeout=60):
+        if not (folder and rank.rank == 1):
+            lockstep.mean(torch.ones(()))
+    return aborted.is_set()
+
+
+def test_a_group_is_destroyed_once_all_ranks_are_done():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_processes(2, destroyed_together, store.port, False, group_timeout=60) == [False, False]
+
+
+def test_a_rank_that_leaves_early_aborts_its_group_once_others_have_failed():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = run_processes(2, destroyed_together, store.port, True, errors=True, group_timeout=60)
+    assert isinstance(first.error, PeerFailure)
+    assert "rank 1 has left the training in good order" in str(first.error)
+    assert second.result is True
+    assert "has not been released" not in first.stderr + second.stderr
+
+
+def never_released(rank):
+    """A backend's release never comes back; neither does a thread that the interpreter waits for."""
+    dist.destroy_process_group()
+    sys.modules["lockstep.session.watch"].ABORT_SECONDS = 0.3
+    with mock.patch.object(dist, "destroy_process_group", threading.Event().wait), lockstep.session(backend="gloo"):
+        pass
+    threading.Thread(target=threading.Event().wait).start()
+
+
+def test_a_group_that_is_never_released_keeps_no_process_from_ending():
+    (ended,) = run_processes(1, never_released, errors=True)
+    assert "the process group has not been released within 0.6 s" in ended.stderr
+    assert ended.returncode == -signal.SIGALRM

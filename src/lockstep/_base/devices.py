@@ -57,10 +57,8 @@ def wait_for_accelerator(check: Callable[[], object]) -> None:
     Call ``check`` again and again while waiting, and raise what it raises: a collective on the device ends only if all
     ranks take part, so it may never end.
     """
-    found = accelerator()
-    is_initialized = found and getattr(torch.get_device_module(found.type), "is_initialized", None)
-    if not (is_initialized and is_initialized()):
-        return  # this process has not used it, or cannot tell, as with MPS
+    if not _is_used():
+        return
     stream, seconds = torch.accelerator.current_stream(), _FIRST_LOOK
     while not stream.query():
         check()
@@ -69,6 +67,27 @@ def wait_for_accelerator(check: Callable[[], object]) -> None:
 
 
 _FIRST_LOOK, _LATER_LOOKS = 1e-4, 0.01
+
+
+def current_index() -> int | None:
+    """Return the number of this thread's accelerator, or None."""
+    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+
+def has_work(device: int | None) -> bool:
+    """Return True if the default stream of the accelerator with a number has not done all its work; any thread may ask,
+    but not while another one captures a graph."""
+    try:
+        return device is not None and _is_used() and not torch.accelerator.current_stream(device).query()
+    except RuntimeError:  # the device has failed
+        return False
+
+
+def _is_used() -> bool:
+    """Return True if this process has used its accelerator; False if it cannot tell, as with MPS."""
+    found = accelerator()
+    is_initialized = found and getattr(torch.get_device_module(found.type), "is_initialized", None)
+    return bool(is_initialized and is_initialized())
 
 
 def resolve_device(device: DeviceLike) -> torch.device:

@@ -202,6 +202,11 @@ class FailureChannel:
 
     # ------------------------------------------------------------------------------- what is known
 
+    @property
+    def knows_failure(self) -> bool:
+        """True if a rank has failed, which may be this one."""
+        return self._known.is_set()
+
     def check(self) -> None:
         """Raise :class:`PeerFailure` if another rank has failed."""
         if self.failure is not None:

@@ -22,7 +22,7 @@ class Wait:
     number: int
     """The number of the collective on this group."""
     kind: str
-    """The kind of collective; ranks in different kinds of one number are not in the same collective."""
+    """The kind of collective, if it is known; ranks in different kinds of one number are not in the same collective."""
     needed: tuple[int, ...]
     """The ranks without which it cannot end, numbered as all ranks are."""
     exact: bool = True
@@ -73,7 +73,7 @@ def _is_missing(wait: Wait, of_other: Report) -> bool:
         return False
     if launched >= wait.number:
         same = [each for each in of_other.waits if (each.group, each.number) == (wait.group, wait.number)]
-        return any(each.kind != wait.kind for each in same)
+        return any(each.kind and wait.kind and each.kind != wait.kind for each in same)
     return wait.exact or launched == wait.number - 1
 
 
@@ -136,7 +136,7 @@ def advice(collectives: Iterable[str]) -> str:
 
 
 _CALLS = {
-    "backward": ("bucket", "backward", "which modules", "buffers"),
+    "backward": ("bucket", "backward", "report, round", "which modules", "buffers"),
     "mean": ("mean",),
     "total": ("total",),
     "agree": ("agree",),

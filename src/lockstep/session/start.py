@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep._base import network
 from lockstep._base.arguments import check_backend, check_number
 from lockstep._base.debug import log_of
-from lockstep._base.devices import accelerator, resolve_device
+from lockstep._base.devices import accelerator, current_index, resolve_device
 from lockstep._base.store import ANSWER_SECONDS, BoundedStore, port_of
 from lockstep.distributed.comm.groups import backends_of
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, OptionError
@@ -329,7 +329,7 @@ def _while_nobody_fails(
     """
     made: Future[Any] = Future()
     lock, given_up = threading.Lock(), False
-    current = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    current = current_index()
 
     def work() -> None:
         try:

@@ -3,7 +3,12 @@
 Waits of this library are exact (``distributed/comm/waits.py``). Those of the program are seen in its threads' stacks: a
 thread waits if it is at a line of ``torch.distributed`` that waits for a blocking collective, such as
 ``dist.all_reduce``. Nothing of PyTorch is replaced for that. What cannot be seen - ``work.wait()`` of an asynchronous
-collective, an accelerator - is no wait here.
+collective - is no wait here.
+
+With NCCL no collective is waited for on the host: a rank waits later, where it needs a result. So if the thread that
+trains stays at one instruction while the accelerator has work to do, it counts as waiting for the last collective that
+was begun there. It may as well wait for a long kernel, or for something else. But ranks that make the same calls in the
+same order are never found stuck for that: the one that is furthest behind lacks nobody that waits.
 """
 
 import linecache
@@ -19,7 +24,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from lockstep.distributed.comm.group_state import begun_on, watched_groups
+from lockstep._base.devices import current_index, has_work
+from lockstep.distributed.comm.group_state import begun_on, number_on, watched_groups
 from lockstep.distributed.comm.groups import Group, backends_of
 from lockstep.distributed.comm.waits import Waiting, waits
 from lockstep.failures.channel import FailureChannel
@@ -42,6 +48,9 @@ _NEED_ALL = frozenset(
         "barrier",
     )
 )
+DEVICE_SECONDS = 2.0
+"""Seconds for which the thread that trains stays at one instruction before the accelerator is asked whether it has
+work to do."""
 _NEED_ROOT = frozenset(("broadcast", "scatter"))
 """Of these each rank needs the root alone; of all others it is not known whom a rank needs."""
 
@@ -61,14 +70,19 @@ class _Known:
         return f"{self.name} {zlib.crc32(repr(self.ranks).encode()):x}"
 
     @property
+    def key_on_device(self) -> str:
+        """The name of lockstep's collectives on this group for tensors on an accelerator."""
+        return f"lockstep on the device, {self.key}"
+
+    @property
     def library_key(self) -> str:
         """The name of lockstep's collectives on this group, counted apart from the program's."""
         return f"lockstep on {self.key}"
 
 
 class _Blocked(NamedTuple):
-    """A thread in a blocking collective of the program. Equal ones in two looks are the same wait: a later collective
-    has another number."""
+    """A thread in a blocking collective of the program, or, with an empty ``kind``, one that waits for the accelerator.
+    Equal ones in two looks are the same wait: a later collective has another number."""
 
     thread: int
     group: int
@@ -77,6 +91,8 @@ class _Blocked(NamedTuple):
     root: int | None
     frame: int
     instruction: int
+    begun: int = 0
+    """How many collectives of this library were begun before, if it waits for the accelerator."""
 
 
 class _Seen(NamedTuple):
@@ -102,6 +118,7 @@ class WaitsOfRank:
         self._since: dict[_Blocked, float] = {}
         self._state: object = None
         self._number = 0
+        self._device = current_index()
         self._lock = threading.Lock()
 
     def __call__(self) -> tuple[int, Report]:
@@ -132,9 +149,11 @@ class WaitsOfRank:
         del frames[threading.get_ident()]  # a frame that refers to itself would keep all others, and their objects
         ours = waits()
         blocked = [each for each in map(_blocked, frames.items()) if each and each.thread not in ours]
-        if not ours and not blocked:
+        if not ours and not blocked and self._device is None:
             return _NOTHING, {}, []
         known = _groups(self._channel)
+        if not ours and not blocked and not (blocked := self._on_device(frames, known)):
+            return _NOTHING, {}, []
         groups = {id(each.group): each for each in known}
         ours = {ident: each for ident, each in ours.items() if id(each.call.group) in groups}
         blocked = [each for each in blocked if each.group in groups]
@@ -148,6 +167,20 @@ class WaitsOfRank:
         ids = tuple(sorted((ident, each.id) for ident, each in ours.items()))
         seen = _Seen(ids, tuple(sorted(blocked)), is_free, others)
         return seen, self._described(ours, blocked, groups), known
+
+    def _on_device(self, frames: Mapping[int, FrameType], known: Iterable[_Known]) -> list[_Blocked]:
+        """Return the thread that trains if it waits for the accelerator, for a group whose collectives run there."""
+        thread = self._channel.progress.read().thread
+        groups = [each.group for each in known if "nccl" in backends_of(each.group) and number_on(each.group)]
+        frame = frames.get(thread)
+        if frame is None or len(groups) != 1:
+            return []
+        number, begun = _of_program(groups[0]) or 0, begun_on(groups[0]).count
+        found = _Blocked(thread, id(groups[0]), number, "", None, id(frame), frame.f_lasti, begun)
+        since = self._since.get(found, time.monotonic())
+        self._since = {found: since}
+        # Not before: to ask a device is an error for a thread that captures a graph of it.
+        return [found] if time.monotonic() - since >= DEVICE_SECONDS and has_work(self._device) else []
 
     def _described(
         self, ours: Mapping[int, Waiting], blocked: Iterable[_Blocked], groups: Mapping[int, _Known]
@@ -169,17 +202,17 @@ def _launched(groups: Iterable[_Known], has_others: bool) -> dict[str, int]:
         count = begun_on(each.group).count
         if count or not has_others:
             found[each.library_key] = count
-        if not has_others and (number := _number_on(each.group)) is not None:
+        if not has_others and (number := _of_program(each.group)) is not None:
             found[each.key] = number
+        if not has_others:
+            found[each.key_on_device] = begun_on(each.group).on_device
     return found
 
 
-def _number_on(group: Group) -> int | None:
-    """Return the number of the last collective on a group, whoever has launched it; None if it does not count them."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except (RuntimeError, AttributeError):
-        return None
+def _of_program(group: Group) -> int | None:
+    """Return the number of the program's last collective on a group; None if the group does not count them."""
+    number = number_on(group)
+    return None if number is None else number - begun_on(group).on_device
 
 
 def _our_wait(ident: int, waiting: Waiting, groups: Mapping[int, _Known]) -> Wait:
@@ -191,12 +224,26 @@ def _our_wait(ident: int, waiting: Waiting, groups: Mapping[int, _Known]) -> Wai
 
 
 def _wait(blocked: _Blocked, known: _Known) -> Wait:
+    if not blocked.kind:
+        return _wait_on_device(blocked, known)
     needed: tuple[int, ...] = known.ranks if blocked.kind in _NEED_ALL else ()
     if blocked.kind in _NEED_ROOT and blocked.root is not None and blocked.root != known.group.rank():
         needed = (known.ranks[blocked.root],)
     exact = "gloo" not in backends_of(known.group)
     what = f"{blocked.kind}() (collective {blocked.number} of the program on process group {known.name})"
     return Wait(known.key, blocked.number, blocked.kind, needed, exact, what, place_of(own_stack(blocked.thread)))
+
+
+def _wait_on_device(blocked: _Blocked, known: _Known) -> Wait:
+    begun, group = begun_on(known.group), f"on process group {known.name}), on the accelerator"
+    place = place_of(own_stack(blocked.thread))
+    if begun.last_on_device is not None and begun.last_on_device[1] == number_on(known.group):
+        call = begun.last_on_device[0]
+        kind = f"{call.kind}, after {blocked.number} of the program"  # others run in another order, or never end
+        what = f'"{call.what}" ({kind}, collective {call.number} of lockstep {group}'
+        return Wait(known.key_on_device, begun.on_device, kind, known.ranks, True, what, place)
+    what = f"a collective of the program (number {blocked.number} of its own {group}"
+    return Wait(known.key, blocked.number, "", known.ranks, True, what, place)
 
 
 def _blocked(thread: tuple[int, FrameType]) -> _Blocked | None:
@@ -211,7 +258,7 @@ def _blocked(thread: tuple[int, FrameType]) -> _Blocked | None:
     group = names.get("group")
     if group is None:
         group = dist.group.WORLD
-    number = _number_on(group)
+    number = _of_program(group)
     if number is None:
         return None
     root = names.get("group_src")

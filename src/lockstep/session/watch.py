@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep._base.debug import log_of
-from lockstep._base.devices import wait_for_accelerator
+from lockstep._base.devices import current_index, has_work, wait_for_accelerator
 from lockstep._base.forked_groups import keep_for_ever
 from lockstep._base.network import host_identity
 from lockstep._base.store import in_background
@@ -46,8 +46,8 @@ from lockstep.failures.connections import Connections
 from lockstep.failures.deadlock_watch import DeadlockWatch
 from lockstep.failures.failure import Failure, Kind, chain, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.progress import Phase, Progress
-from lockstep.failures.stacks import answering
-from lockstep.failures.stall import StallLimits, StallWatch
+from lockstep.failures.stacks import answering, own_stack
+from lockstep.failures.stall import FRAMES, StallLimits, StallWatch
 from lockstep.phases import Phases
 from lockstep.session.environment import LAUNCHERS
 from lockstep.session.step_counter import StepCounter
@@ -56,7 +56,8 @@ from lockstep.session.waits_of_rank import WaitsOfRank
 END_SECONDS = 600.0
 """Seconds that a rank that is done waits for the others, to hear of their failures."""
 ABORT_SECONDS = 5.0
-"""Seconds that a session waits for NCCL to abort before it leaves a group to the end of the process."""
+"""Seconds that a session waits for NCCL to abort before it leaves a group to the end of the process. A process gets
+twice as many to release its groups, to come back from its accelerator after a failure, and to end."""
 LAUNCHER_SECONDS = 1.0
 """Seconds that the launcher is given to notice the process that has failed first."""
 PRINT_SECONDS = 3.0
@@ -89,6 +90,8 @@ class Watch:
         self._connections = connections or Connections()
         self._aborted: list[tuple[Group, Future[None]]] = []
         self._aborting = threading.Lock()
+        self._device = current_index()
+        self._left = threading.Event()
         self._process = os.getpid()
         self._ended = False
         self._closed = True  # unless the end of the program ends the watch
@@ -110,6 +113,7 @@ class Watch:
         channel = self.channel
         assert channel is not None
         watch_group(group, channel)
+        self._device = current_index()
         channel.when_failed(lambda failure: say_at_once(failure, channel.rank))
 
         def end(failure: Failure) -> None:
@@ -127,10 +131,33 @@ class Watch:
         """
         assert self.channel is not None
         with self._aborting:
+            begins = not self._aborted
             known = [group for group, _ in self._aborted]
             for _, group, _ in watched_groups(self.channel):
                 if group not in known and any(name in backends_of(group) for name in backends):
                     self._aborted.append((group, in_background(group.abort)))
+            if begins and self._aborted:
+                in_background(lambda: self._end_unless_left(self.channel))
+
+    def _end_unless_left(self, channel: FailureChannel) -> None:
+        """End this process if the thread that trains does not come back from the accelerator after the groups were
+        aborted: kernels may wait for ranks that have ended, and nothing can raise in a thread that waits for them."""
+        thread = channel.progress.read().thread
+        place: object = None
+        while True:
+            frame = sys._current_frames().get(thread)
+            before, place = place, frame and (id(frame), frame.f_lasti)
+            if place is not None and place == before and has_work(self._device):
+                break
+            del frame
+            if self._left.wait(2 * ABORT_SECONDS):
+                return
+        why = "" if channel.failure is None else f", though {channel.failure.summary}"
+        stack = own_stack(thread)
+        text = "rank %d still waits for its accelerator after %g s%s. The process is ended. It was here:\n%s"
+        where = stack.innermost(FRAMES) if stack is not None else ""
+        logging.getLogger("lockstep").error(text, channel.rank, 2 * ABORT_SECONDS, why, where)
+        end_process()
 
     def may_destroy_groups(self) -> bool:
         """Return True unless a group is still being aborted after some seconds: to destroy it would take as long.
@@ -146,7 +173,7 @@ class Watch:
         if stuck:
             text = "%s has not aborted its communicator within %g s: the group is left to the end of the process"
             log_of("session").error(text, backends_of(stuck[0]), ABORT_SECONDS)
-            atexit.register(_end_at_last)
+            end_process_after_main_thread()
         return not stuck
 
     def look_for_stalls(self, group: Callable[[], Group | None], limits: StallLimits | None) -> None:
@@ -231,7 +258,7 @@ class Watch:
     def _leave(self, error: BaseException | None, release: Callable[[], object]) -> None:
         channel = self.channel
         if channel is None:
-            release()
+            self._release(release)
             return
         last_words = LastWords() if error is not None or channel.failure is not None else None
         told = self._tell(channel, error)
@@ -241,11 +268,14 @@ class Watch:
         try:
             channel.announce_end(self._closed or error is not None, launched)
             channel.wait_until_told()
+            failed = error is not None and not _is_orderly(error)
             if error is not None:
                 forget_failed_passes()
-                if not _is_orderly(error):
-                    self._abort_groups("nccl")  # its kernels may wait for ranks that no longer take part
-            release()
+            if not failed and not self._keeps_group and self._ends_with_others(channel):
+                failed = not channel.wait_for_others(self._timeout) or channel.knows_failure
+            if failed:
+                self._abort_groups("nccl")  # its kernels may wait for ranks that no longer take part
+            self._release(release)
             if not channel.wait_for_others(LEFT_SECONDS):
                 if not self._keeps_group or error is not None or channel.failure is not None:
                     self._connections.shut_down()
@@ -255,6 +285,7 @@ class Watch:
             forget_watcher(channel)
             channel.close()
             self._connections.close()
+            self._left.set()
         if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
             told = channel.error()
         if told is not None:
@@ -264,6 +295,21 @@ class Watch:
             end_soon()
             # The point at which this rank waited for the other one is of no interest; it is the __context__.
             raise told from None
+
+    def _ends_with_others(self, channel: FailureChannel) -> bool:
+        """Return True if a group is released only once all ranks do it: NCCL's waits for ranks that still need this
+        one, and for ever for those that have aborted theirs."""
+        return any("nccl" in backends_of(group) for _, group, _ in watched_groups(channel))
+
+    def _release(self, release: Callable[[], object]) -> None:
+        """Call ``release`` on another thread; leave it to the end of the process if it takes too long."""
+        released = in_background(release)
+        if wait([released], 2 * ABORT_SECONDS).not_done:
+            text = "the process group has not been released within %g s: it is left to the end of the process"
+            logging.getLogger("lockstep").error(text, 2 * ABORT_SECONDS)
+            end_process_after_main_thread()
+        else:
+            released.result()
 
     def _tell(self, channel: FailureChannel, error: BaseException | None) -> PeerFailure | None:
         """Report an error of this rank. If it follows from another rank's failure, return that failure instead."""
@@ -404,11 +450,24 @@ def run_name(of_run: str) -> str:
     return f"{Path(sys.argv[0]).stem or 'python'}-{of_run}"
 
 
-def _end_at_last() -> None:
-    """Let the system end this process if it takes long to end by itself: a thread may still wait for the device."""
-    with contextlib.suppress(ValueError):  # not on the main thread
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(round(2 * ABORT_SECONDS))
+def end_process_after_main_thread() -> None:
+    """Let the system end this process if it takes long to end once its main thread has ended: threads, and what runs
+    last, may still wait for the device. Not by ``atexit``, which comes after threads that are waited for."""
+
+    def end() -> None:
+        threading.main_thread().join()
+        end_process(2 * ABORT_SECONDS)
+
+    in_background(end)
+
+
+def end_process(seconds: float = 0.0) -> None:
+    """End this process after some seconds, whatever its threads do: by SIGALRM, unless the program handles that."""
+    if seconds and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        signal.alarm(round(seconds))  # also if no thread of Python runs by then
+        return
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGALRM if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL else signal.SIGKILL)
 
 
 def _is_orderly(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ from lockstep._base.texts import first_line
 from lockstep.distributed.comm import waits
 from lockstep.distributed.comm.comm_stats import CommStats
 from lockstep.distributed.comm.companion import give_up_companion, make_companion, store_for_companion
-from lockstep.distributed.comm.group_state import Watcher, sequence_number_on, state_of, watchers
+from lockstep.distributed.comm.group_state import Watcher, number_on, sequence_number_on, state_of, watchers
 from lockstep.distributed.comm.groups import (
     Group,
     backends_of,
@@ -484,6 +484,8 @@ class Collectives:
         if work is None:
             raise CommunicationError(f"{what}: this process is not in the process group it was given")
         call = waits.Call(self.group, self._state.begun.add(), collective.__name__ + sender.of_what, what, needed)
+        if sender.of_what:
+            self._state.begun.note_on_device(call, number_on(self.group) if watchers else None)
         return Pending((work,), self, call, sender.in_slices)
 
     def _place(self) -> str:

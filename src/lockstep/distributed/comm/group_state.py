@@ -202,7 +202,13 @@ os.register_at_fork(after_in_child=_forked)
 def sequence_number_on(group: Group) -> int | None:
     """Return the number of collectives that this process has begun on a group and its companion; None if the group
     does not count them."""
+    numbers = [number_on(each) for each in _with_companion(group)]
+    return None if None in numbers else sum(filter(None, numbers))
+
+
+def number_on(group: Group) -> int | None:
+    """Return the number of the last collective on a group, whoever has begun it; None if it does not count them."""
     try:
-        return sum(int(each._get_sequence_number_for_group()) for each in _with_companion(group))
+        return int(group._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):
         return None

@@ -25,6 +25,10 @@ class BegunCollectives:
         """The number of the last one, from 1."""
         self.threads: set[int] = set()
         """``threading.get_ident()`` of the threads that have begun them."""
+        self.on_device = 0
+        """How many of them were begun on the group itself, for tensors on an accelerator, while it has a companion."""
+        self.last_on_device: tuple[Call, int | None] | None = None
+        """The last of these, and the number of the group's collectives up to it."""
 
     def add(self) -> int:
         """Count a collective that the calling thread has begun, and return its number."""
@@ -32,6 +36,11 @@ class BegunCollectives:
             self.threads.add(threading.get_ident())
             self.count += 1
             return self.count
+
+    def note_on_device(self, call: "Call", number: int | None) -> None:
+        """Record a collective for a tensor on an accelerator: nobody waits for it in Python."""
+        self.on_device += 1
+        self.last_on_device = call, number
 
 
 class Call(NamedTuple):
