@@ -1,24 +1,28 @@
 """The failure channel: what one rank tells, or leaves behind, is what all others raise. Ranks are threads here."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import resource
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep._base import telling
 from lockstep._base.store import BoundedStore
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind, of_exception
+from lockstep.failures.hosts import Hosts
 from lockstep.failures.messenger import Messenger
 from lockstep.failures.progress import Progress, Snapshot
-from lockstep.failures.ring import Connection, Meeting, encoded
+from lockstep.failures.ring import Connection, Meeting, Place, encoded
 from threaded import run_ranks
 
 SOON = 30.0  # ends what hangs
@@ -395,6 +399,36 @@ def test_a_link_that_is_lost_in_the_start_is_no_end_of_a_rank():
     other.close()
 
 
+def test_a_link_that_is_lost_before_a_rank_has_told_its_place_is_no_end_of_it():
+    store = dist.HashStore()
+
+    def train(rank):
+        this = channel(store, rank)
+        if rank.rank == 0:
+            this.pages.clear()
+            this._here.discard(1)
+            this.places[1] = dataclasses.replace(this.places[1], host="another")
+            this._tell_of_loss(1, OSError(errno.ETIMEDOUT, ""))
+        found = raised(this) if rank.rank == 0 else None
+        this.announce_end()
+        assert this.wait_for_others(SOON)
+        this.close()
+        return found
+
+    failure = run_ranks(2, train)[0]
+    assert failure.rank == 1
+    assert "has heard nothing from" in failure.reason
+
+
+@pytest.mark.parametrize(("gone", "ended"), [([2], [2]), ([2, 4], [2, 3, 4]), ([2, 3], [2, 3]), ([5], [5])])
+def test_a_host_is_gone_if_both_of_its_ends_in_the_ring_are(gone, ended):
+    hosts = Hosts(0, {rank: Place(host, "", 1, "") for rank, host in enumerate("aabbbc")}, print)
+    this = SimpleNamespace(global_ranks=range(6), hosts=hosts, ended=set(), _gone=set(), _changed=threading.Condition())
+    for rank in gone:
+        FailureChannel._note_gone(this, rank)
+    assert this.ended == set(ended)
+
+
 def test_a_rank_that_does_not_come_is_named_after_the_time_out():
     store = dist.HashStore()
 
@@ -404,6 +438,24 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_out():
                 channel(store, rank, timeout=0.3)
 
     run_ranks(3, train)
+
+
+def test_ranks_that_wait_say_for_whom(monkeypatch, caplog):
+    store = dist.HashStore()
+    monkeypatch.setattr(telling, "FIRST_SECONDS", 0.1)
+
+    def train(rank):
+        if rank.rank == 1:
+            while len(caplog.messages) < 2:
+                time.sleep(0.01)
+        this = channel(store, rank)
+        this.announce_end()
+        assert this.wait_for_others(SOON)
+        this.close()
+
+    run_ranks(3, train)
+    told = {text for text in caplog.messages if "to come" in text}
+    assert told == {f"rank {rank} waits for rank 1 of 3 to come; ranks 0, 2 are here" for rank in (0, 2)}
 
 
 def test_who_gives_up_first_is_not_taken_for_the_one_that_did_not_come():

@@ -8,12 +8,14 @@ import struct
 import threading
 from datetime import timedelta
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.failures.connections import Connections, _tcp_connections, is_silent, silent_peers
+from lockstep.failures import connections
+from lockstep.failures.connections import Connections, SilentPeers, _tcp_connections, is_silent
 from lockstep.session.watch import _find_connections_of_gloo
 from processes import run_processes
 
@@ -94,4 +96,17 @@ def test_the_system_tells_when_something_was_last_acknowledged():
         listener.accept()[0].close()
         found = [info for _, each, info in _tcp_connections() if each.getsockname() == busy.getsockname()]
         assert not is_silent(found[0], 0.5)
-    assert "127.0.0.2" not in silent_peers(20.0)
+    assert "127.0.0.2" not in SilentPeers().find(20.0)
+
+
+def test_a_peer_that_is_heard_and_acknowledges_nothing_is_silent(monkeypatch):
+    """As where only what this host sends is lost."""
+    looks = [(100.0, 5, False), (115.0, 5, False), (116.0, 6, False), (135.0, 6, False), (136.0, 6, True)]
+    times, info, peers = iter([time for time, *_ in looks]), bytearray(136), SilentPeers()
+    struct.pack_into("=I", info, 24, 1)
+    with socket.create_server(("127.0.0.2", 0)) as listener, socket.create_connection(listener.getsockname()) as busy:
+        monkeypatch.setattr(connections, "_tcp_connections", lambda: [((1, "socket:[1]"), busy, bytes(info))])
+        monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: next(times)))
+        for _, acknowledged, silent in looks:
+            struct.pack_into("=Q", info, 120, acknowledged)
+            assert peers.find(20.0) == ({"127.0.0.2"} if silent else set())

@@ -98,6 +98,18 @@ def test_what_all_ranks_raise_is_no_waiting_in_vain():
         assert re.fullmatch(told if kind is lockstep.errors.PeerFailure else f"rank {here}", text)
 
 
+def comes_alone(rank):
+    if rank.rank == 1:
+        os._exit(1)
+    with pytest.raises(lockstep.errors.CommunicationError, match=r"^rank 1 of 2 did not come within 2 s"):
+        lockstep.watch()
+
+
+def test_a_rank_that_ends_before_the_watch_is_named_after_the_time_out_of_the_group():
+    first, _ = run_processes(2, comes_alone, group_timeout=2.0, errors=True)
+    assert first.error is None
+
+
 def fail(_):
     raise ValueError
 

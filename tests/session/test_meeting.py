@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+import lockstep
+from lockstep._base import telling
+from lockstep.errors import CommunicationError
 from lockstep.session import meeting
 from lockstep.session.environment import Environment
+from processes import be_launched, run_processes
 
 
 def test_pytorchs_attempts_to_connect_end_with_the_time_out(monkeypatch):
@@ -26,3 +33,65 @@ def test_pytorchs_attempts_to_connect_end_with_the_time_out(monkeypatch):
     made = meeting._connect(environment, timedelta(seconds=40))
     assert asked == [timedelta(seconds=20)]
     assert made.timeout == timedelta(seconds=40)
+
+
+def listens_everywhere(port):
+    """Whether somebody listens at this port of every address."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    at = [local for _, local, _, state, *_ in lines if state == "0A" and local.endswith(f":{port:04X}")]
+    assert at
+    return any(not int(local.partition(":")[0], 16) for local in at)
+
+
+@pytest.mark.parametrize(
+    ("address", "on_host", "everywhere"), [("127.0.0.1", 0, False), ("localhost", 2, False), ("localhost", 1, True)]
+)
+def test_the_store_listens_on_loopback_if_all_ranks_are_there(address, on_host, everywhere):
+    environment = Environment(rank=0, world_size=2, local_world_size=on_host, address=address, port=0)
+    store = meeting._connect(environment, timedelta(seconds=40))
+    assert listens_everywhere(store.port) == everywhere
+    store.set("key", "value")
+    again = meeting._connect(Environment(rank=1, world_size=2, address=address, port=store.port), timedelta(seconds=40))
+    assert again.get("key") == b"value"
+
+
+def test_two_sessions_of_a_process_share_a_store():
+    environment = Environment(rank=0, world_size=2, address="127.0.0.1", port=0)
+    store = meeting._connect(environment, timedelta(seconds=40))
+    environment = Environment(rank=0, world_size=2, address="127.0.0.1", port=store.port)
+    store.set("key", "value")
+    assert meeting._connect(environment, timedelta(seconds=40)).get("key") == b"value"
+
+
+def test_a_rank_that_waits_for_the_store_names_it(monkeypatch, caplog):
+    monkeypatch.setattr(telling, "FIRST_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = Environment(rank=1, world_size=2, address="127.0.0.1", port=port)
+    with pytest.raises(CommunicationError, match="rank 0 of 2, at whose store"):
+        meeting._wait_for_store(environment, 0.5)
+    (told,) = caplog.messages
+    assert told.startswith(
+        f"rank 1 waits for rank 0 of 2 to come: nobody answers at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    )
+
+
+def first_gives_up_first(rank, port):
+    """Rank 1 never comes; rank 0, which hosts the store, gives up before rank 2 does."""
+    dist.destroy_process_group()
+    if rank.rank == 1:
+        return
+    be_launched(rank, port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    with lockstep.session(timeout=1.0 if rank.rank == 0 else 20.0):
+        pass
+
+
+def test_a_rank_that_never_comes_is_named_although_the_store_ends_with_rank_0():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first, _, last = run_processes(3, first_gives_up_first, port, errors=True)
+    for each in (first, last):
+        assert str(each.error).startswith("rank 1 of 3 did not come within 1 s"), each

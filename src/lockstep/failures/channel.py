@@ -18,9 +18,11 @@ from typing import Any
 
 from lockstep._base import network
 from lockstep._base.store import BoundedStore, StoreLostError, own_connection
+from lockstep._base.telling import telling
+from lockstep._base.texts import ranks_in_words
 from lockstep.errors import CommunicationError, InspectionError, PeerFailure
 from lockstep.failures.calls import Calls
-from lockstep.failures.connections import silent_peers
+from lockstep.failures.connections import SilentPeers
 from lockstep.failures.failure import GIVEN_UP, Failure, FailureLog, Kind, peer_failure_in
 from lockstep.failures.hosts import WITNESSES, Hosts
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
@@ -31,6 +33,7 @@ from lockstep.failures.ring import (
     NotMetError,
     Place,
     ToldError,
+    not_come,
     not_met,
     store_lost,
 )
@@ -89,7 +92,9 @@ class FailureChannel:
         self.ended: set[int] = set()
         """The ranks whose process has ended without a message, or whose host is lost."""
         self.places: dict[int, Place] = {}
-        """The processes and addresses of the ranks."""
+        """The processes and addresses of the ranks, as far as they are known."""
+        self._here: set[int] = set()  # the ranks that have met their neighbours
+        self._gone: set[int] = set()  # ranks of other hosts whose connections to a neighbour have ended
         self.pages: dict[int, Page] = {}
         """The pages of progress of the other ranks of this host."""
         self._known = threading.Event()
@@ -100,9 +105,11 @@ class FailureChannel:
         self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
         self.on("reach", self.hosts.asked)
         self.on("reached", self.hosts.answered)
+        self.on("gone", lambda message: self._note_gone(message["rank"]))
         self._calls = Calls(self.rank, self.tell)
         self.on("call", self._calls.hear)
         self._tries_links = threading.Lock()
+        self._silent_peers = SilentPeers()
         self._left_at = 0.0
         self._process = os.getpid()
         deadline = time.monotonic() + timeout
@@ -111,17 +118,29 @@ class FailureChannel:
         except StoreLostError as error:
             raise store_lost(self.rank, len(self.global_ranks), error) from error
         self._log = FailureLog(store)
+        with telling(lambda: self._who_has_come(store)):
+            self._meet(store, host, timeout, deadline)
+
+    def _meet(self, store: Any, host: str, timeout: float, deadline: float) -> None:
         try:
             neighbours, listener, own = self._meet_neighbours(store, host, timeout)
         except BaseException:
             self._log.close()
             raise
-        self.places[self.rank] = own
+        self.places |= {self.rank: own, **{each.peer: each.place for each in neighbours if each.place is not None}}
+        self._here.add(self.rank)
         self._messenger = Messenger(self.rank, neighbours, listener, self._hear, self._neighbour_has_gone, self._look)
         self._messenger.start()
         _channels.add(self)
         self.tell("here", rank=self.rank, place=own)
         self._wait_for_all(store, deadline, timeout)
+
+    def _who_has_come(self, store: Any) -> str:
+        with contextlib.closing(BoundedStore(store)) as bounded_store:
+            missing = not_come(bounded_store, self.global_ranks)
+        come = [rank for rank in self.global_ranks if rank not in missing]
+        what = f"{ranks_in_words(missing)} of {len(self.global_ranks)} to come" if missing else "all ranks to connect"
+        return f"rank {self.rank} waits for {what}; {ranks_in_words(come)} {'are' if len(come) > 1 else 'is'} here"
 
     def _meet_neighbours(
         self, store: Any, host: str, timeout: float
@@ -141,8 +160,10 @@ class FailureChannel:
             except (NotMetError, StoreLostError, ToldError) as error:
                 failure = self.failure = self._note_in_log(error)
                 self._known.set()
-                # The others may still read the log, or connect to this rank; after a time-out theirs is over.
-                seconds = 0.0 if failure.kind is Kind.ABSENT else START_UP_SECONDS
+                # The others may still read the log, or connect to this rank. After a time-out theirs is over, too; but
+                # the store ends with the first rank, and without it they cannot say who has not come.
+                is_first = self.rank == self.global_ranks[0]
+                seconds = START_UP_SECONDS if is_first or failure.kind is not Kind.ABSENT else 0.0
                 messages = {"kind": "failure", "failure": failure}, {"kind": "left", "failure": self._end()}
                 meeting.tell([{**each, "id": [self.rank, 1 + i]} for i, each in enumerate(messages)], seconds)
                 raise self._start_up_error() from error
@@ -163,11 +184,11 @@ class FailureChannel:
     def _wait_for_all(self, store: Any, deadline: float, timeout: float) -> None:
         """Return when every rank has sent its place; raise if one fails before that, or does not come."""
         with self._changed:
-            while len(self.places) < len(self.global_ranks):
+            while len(self._here) < len(self.global_ranks):
                 if self.failure is not None or (left := deadline - time.monotonic()) <= 0:
                     break
                 self._changed.wait(left)
-        missing = [rank for rank in self.global_ranks if rank not in self.places]
+        missing = [rank for rank in self.global_ranks if rank not in self._here]
         if not missing:
             return
         error = None if self.failure is not None else self._not_met(store, timeout)
@@ -353,7 +374,8 @@ class FailureChannel:
                     self.pages[rank] = page
         with self._changed:
             self.places[rank] = place
-            if len(self.places) == len(self.global_ranks):
+            self._here.add(rank)
+            if len(self._here) == len(self.global_ranks):
                 self._changed.notify_all()
 
     def _neighbour_has_gone(self, connection: Connection) -> None:
@@ -369,24 +391,40 @@ class FailureChannel:
 
     def _tell_of_loss(self, rank: int, loss: OSError | None) -> None:
         """Report a neighbour whose connection has ended."""
-        place, page = self.places.get(rank), self.pages.get(rank)
+        place, page = self.places[rank], self.pages.get(rank)
+        ended = Failure(rank, Kind.ENDED, *((None, "") if rank in self._here else (0, "start-up")))
         if page is not None:
             seen = page.read()
             self.report(Failure(rank, Kind.ENDED, seen.step, seen.phase, in_batches=seen.in_batches))
-        elif place is None:
-            self.report(Failure(rank, Kind.ENDED, 0, "start-up"))
         elif place.host == self.places[self.rank].host:
-            self.report(Failure(rank, Kind.ENDED, None, ""))
+            self.report(ended)
         elif loss is not None:
             self._report_silence(rank, f" ({os.strerror(loss.errno or 0)})")
         elif self.hosts.silent([rank]):  # ranks that give up a silent host reset the connection, which may arrive
             lost = f"rank {self.rank} has lost the connection to {place.name}"
             self.report(self.hosts.failure(rank, lost))
         else:
-            if len(self.hosts.ranks_with(rank)) > 1:
+            self.tell("gone", rank=rank)
+            self._note_gone(rank)
+            on_host = self.hosts.ranks_with(rank)
+            if len(on_host) > 1:
                 self._known.wait(HEARSAY_SECONDS)
-            what = f"on another host, {place.name}, while rank {self.rank} was {self.progress.read().where}"
-            self.report(Failure(rank, Kind.ENDED, None, "", what))
+            if len(on_host) > 1 and self.ended.issuperset(on_host):
+                ended = replace(ended, rank=on_host[0])
+                what = f"like all of its host, {place.name} ({ranks_in_words(on_host)})"
+            else:
+                what = f"on another host, {place.name}"
+            self.report(replace(ended, what=f"{what}, while rank {self.rank} was {self.progress.read().where}"))
+
+    def _note_gone(self, rank: int) -> None:
+        """Note that a process on another host has ended; all of that host have if both of its ends in the ring have:
+        else one would have told that it is there."""
+        ring, on_host = self.global_ranks, self.hosts.ranks_with(rank)
+        ends = {each for i, each in enumerate(ring) if not {ring[i - 1], ring[(i + 1) % len(ring)]} <= {*on_host}}
+        with self._changed:
+            self._gone.add(rank)
+            self.ended.update(on_host if ends.intersection(on_host) <= self._gone else [rank])
+            self._changed.notify_all()
 
     @property
     def has_other_hosts(self) -> bool:
@@ -395,11 +433,12 @@ class FailureChannel:
 
     def look_for_lost_links(self) -> None:
         """Look whether a host has acknowledged nothing for ``link_timeout`` seconds; if it does not answer, report it.
+        A rank that waits calls it once a second.
 
         The ring notices only the loss of its own connections; this finds those of process groups, whose time-outs are
         long. Does not wait: a host is tried on another thread.
         """
-        ranks = self.hosts.at(silent_peers(self.link_timeout))[:WITNESSES]
+        ranks = self.hosts.at(self._silent_peers.find(self.link_timeout))[:WITNESSES]
         if ranks and self._tries_links.acquire(blocking=False):
             threading.Thread(target=self._try_links, args=(ranks,), name="lockstep loss", daemon=True).start()
 

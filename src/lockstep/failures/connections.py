@@ -8,14 +8,15 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 
 _FOLDER = "/proc/self/fd"
 _RECOGNISED_BY = 1 << 16  # bytes: more than stores and rings send in the same moment
 _ATTEMPTS = 2
 # Offsets of numbers in Linux's TCP_INFO: of unanswered probes, 8 bits; of segments that were not acknowledged, and of
-# milliseconds since the last acknowledgement, 32 bits; of bytes received, 64 bits.
-_PROBES, _UNACKNOWLEDGED, _SINCE_LAST_ACKNOWLEDGEMENT, _BYTES_RECEIVED = 3, 24, 56, 128
+# milliseconds since the last acknowledgement, 32 bits; of bytes acknowledged and received, 64 bits.
+_PROBES, _UNACKNOWLEDGED, _SINCE_LAST_ACKNOWLEDGEMENT, _BYTES_ACKNOWLEDGED, _BYTES_RECEIVED = 3, 24, 56, 120, 128
 
 
 class Connections:
@@ -97,17 +98,30 @@ def _received() -> dict[tuple[int, str], int]:
     return {found: struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0] for found, _, info in _tcp_connections()}
 
 
-def silent_peers(seconds: float) -> set[str]:
-    """Return the addresses to which this process has sent something that was not acknowledged for some seconds.
+class SilentPeers:
+    """Finds the addresses to which this process has sent something that was not acknowledged; ask once a second."""
 
-    A peer that is stopped, or busy, is not silent: its system answers. None are found on systems without ``/proc``.
-    """
-    found = set()
-    for _, connection, info in _tcp_connections():
-        if is_silent(info, seconds):
-            with contextlib.suppress(OSError):  # closed since
-                found.add(connection.getpeername()[0])
-    return found
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, str], tuple[int, float]] = {}
+
+    def find(self, seconds: float) -> set[str]:
+        """Return the addresses from which no acknowledgement of what was sent has come for some seconds.
+
+        If only what this host sends is lost, acknowledgements of earlier data still come: so it is also remembered
+        since when the number of acknowledged bytes has been the same. A peer that is stopped, or busy, is not silent:
+        its system answers. None are found on systems without ``/proc``.
+        """
+        found, now, before, self._since = set(), time.monotonic(), self._since, {}
+        for key, connection, info in _tcp_connections():
+            acknowledged, since = struct.unpack_from("=Q", info, _BYTES_ACKNOWLEDGED)[0], now
+            if struct.unpack_from("=I", info, _UNACKNOWLEDGED)[0]:
+                if before.get(key, (-1, 0.0))[0] == acknowledged:
+                    since = before[key][1]
+                self._since[key] = acknowledged, since
+            if is_silent(info, seconds) or now - since >= seconds:
+                with contextlib.suppress(OSError):  # closed since
+                    found.add(connection.getpeername()[0])
+        return found
 
 
 def is_silent(info: bytes, seconds: float) -> bool:

@@ -64,6 +64,8 @@ class Connection:
 
     def __init__(self, connected: socket.socket, peer: int, link_timeout: float) -> None:
         self.peer = peer
+        self.place: Place | None = None
+        """Where the neighbour is, if a store has told it."""
         self.loss: OSError | None = None
         """The error that ended the link; None while it is intact, and if only the neighbour's process has ended."""
         self._socket = connected
@@ -244,6 +246,10 @@ class Meeting:
                     raise not_met(self._bounded_store, self._rank, self._ranks, timeout, self._trouble)
         met, listener = (self._following, self._preceding), self._listener
         assert listener is not None
+        for each in met:
+            told = self._known.get(_ADDRESS.format(each.peer)) or self._told_by(each.peer, _HOST) or {}
+            ip, port = told["door"]
+            each.place = Place(**{**told["place"], "ip": ip, "port": port})
         self._following = self._preceding = self._listener = None
         self._doors.remove(listener)
         return met, listener, self._own
@@ -386,12 +392,19 @@ class Meeting:
         return NotMetError(neighbour.peer, Kind.UNREACHABLE, what)
 
 
+def not_come(bounded_store: BoundedStore, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that have not come to meet the others."""
+    if bounded_store.check([_HOST.format(each) for each in ranks]):
+        return []
+    return [each for each in ranks if not bounded_store.check([_HOST.format(each)])]
+
+
 def not_met(
     bounded_store: BoundedStore, rank: int, ranks: Sequence[int], timeout: float, trouble: str = ""
 ) -> NotMetError:
     """Return the error of a ``rank`` that has waited until its time-out for all to be connected: it names those that
     have not come, and nobody if all have."""
-    missing = [each for each in ranks if not bounded_store.check([_HOST.format(each)])]
+    missing = not_come(bounded_store, ranks)
     if missing:
         return NotMetError(missing[0], Kind.ABSENT, absent(missing, len(ranks), timeout))
     text = f"not all of {len(ranks)} ranks had connected to each other after {timeout:g} s"

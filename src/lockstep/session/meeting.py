@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep._base import network
 from lockstep._base.debug import log_of
 from lockstep._base.store import BoundedStore, StoreLostError, bounded, own_connection
+from lockstep._base.telling import telling
 from lockstep._base.texts import first_line
 from lockstep._base.user_folder import user_folder
 from lockstep.errors import CommunicationError
@@ -30,8 +31,8 @@ from lockstep.session.environment import Environment
 
 CONNECT_SECONDS = 0.1
 """Seconds between two attempts to reach the store."""
-TELL_SECONDS = 5.0
-"""Seconds after which a rank says that it still waits for the store."""
+ATTEMPT_SECONDS = 5.0
+"""Seconds that one attempt to reach the store may take."""
 RESOLVE_SECONDS = 30.0
 """Seconds for which an unknown host name may become known: a cluster that has just started a host may need that."""
 
@@ -104,23 +105,18 @@ def _publishing(path: Path, timeout: float) -> Iterator[Callable[[int], None]]:
 
 def _published_port(path: Path, environment: Environment, timeout: float) -> int:
     """Wait until rank 0 has published its port, and return it."""
-    begin, told = time.monotonic(), False
-    while True:
-        port = _port_in(path)
-        if port is not None:
-            return port
-        waited = time.monotonic() - begin
-        if waited > timeout:
-            raise CommunicationError(
-                f"rank {environment.rank}: rank 0 of {environment.world_size} did not come within {timeout:g} s; look "
-                f"at the errors of that process. The ranks meet by {path}: if it runs where that is another file, set "
-                "MASTER_ADDR and MASTER_PORT"
-            )
-        if not told and waited > TELL_SECONDS:
-            text = "rank %d: rank 0 has not come yet (the ranks meet by %s); trying for %g s"
-            _log.warning(text, environment.rank, path, timeout)
-            told = True
-        time.sleep(CONNECT_SECONDS)
+    deadline = time.monotonic() + timeout
+    rank, world = environment.rank, environment.world_size
+    with telling(lambda: f"rank {rank} waits for rank 0 of {world} to come (they meet by {path}); for {timeout:g} s"):
+        while (port := _port_in(path)) is None:
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"rank {rank}: rank 0 of {world} did not come within {timeout:g} s; look at the errors of that "
+                    f"process. The ranks meet by {path}: if it runs where that is another file, set MASTER_ADDR and "
+                    "MASTER_PORT"
+                )
+            time.sleep(CONNECT_SECONDS)
+    return port
 
 
 def _port_in(path: Path) -> int | None:
@@ -180,43 +176,67 @@ def _connect(environment: Environment, timeout: timedelta) -> Any:
         )
         store = next(iter(found))[0]
     else:
+        listening = _listening_here_alone(environment) if environment.rank == 0 else None
         store = TCPStore(
             environment.address,
-            environment.port,
+            environment.port if listening is None else listening.getsockname()[1],
             environment.world_size,
             is_master=environment.rank == 0,
             timeout=limit,
             wait_for_workers=False,
             multi_tenant=True,
+            **{} if listening is None else {"master_listen_fd": listening.detach()},
         )
     store.set_timeout(timeout)
     return store
 
 
+def _listening_here_alone(environment: Environment) -> socket.socket | None:
+    """Return a socket for the store of ranks that are all on this host and meet at a loopback address: whoever reaches
+    the store could take part. None if others have to reach it, or if a store of this process listens there already."""
+    addresses = network.addresses_of_host(environment.address)
+    on_loopback = all(map(network.is_loopback, addresses))
+    if on_loopback and (environment.is_one_host or environment.address in addresses):
+        for address in sorted(addresses, key=network.family_of, reverse=True):  # PyTorch tries IPv6 first
+            with contextlib.suppress(OSError):
+                return socket.create_server((address, environment.port), family=network.family_of(address))
+    return None
+
+
 def _wait_for_store(environment: Environment, timeout: float) -> None:
     """Wait until a process listens at the address of the store."""
-    begin, where, told = time.monotonic(), (environment.address, environment.port), False
-    while True:
-        left = begin + timeout - time.monotonic()
-        try:
-            socket.create_connection(where, timeout=max(CONNECT_SECONDS, min(left, TELL_SECONDS))).close()
-            return
-        except OSError as error:
-            if left < 0:
-                raise _no_store(environment, timeout, error) from error
-            if not told and time.monotonic() > begin + TELL_SECONDS:
-                text = "rank %d: nobody answers at %s=%s, MASTER_PORT=%d yet (%s)%s; trying for %g s"
-                said = environment.address_variable, *where, error, _hint(environment), timeout
-                _log.warning(text, environment.rank, *said)
-                told = True
-        time.sleep(CONNECT_SECONDS)
+    deadline, where = time.monotonic() + timeout, (environment.address, environment.port)
+    refused: OSError | None = None
+
+    def waits() -> str:
+        place = f"{environment.address_variable}={where[0]}, MASTER_PORT={where[1]}"
+        why = f" ({refused})" if refused is not None else ""
+        return (
+            f"rank {environment.rank} waits for {_host_of_store(environment)} to come: nobody answers at {place} yet"
+            f"{why}{_hint(environment)}; trying for {timeout:g} s"
+        )
+
+    with telling(waits):
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                socket.create_connection(where, timeout=max(CONNECT_SECONDS, min(left, ATTEMPT_SECONDS))).close()
+                return
+            except OSError as error:
+                refused = error
+                if left < 0:
+                    raise _no_store(environment, timeout, error) from error
+            time.sleep(CONNECT_SECONDS)
+
+
+def _host_of_store(environment: Environment) -> str:
+    return "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
 
 
 def _no_store(environment: Environment, timeout: float, error: Exception) -> CommunicationError:
-    host = "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
     gist = first_line(error)
     return CommunicationError(
-        f"rank {environment.rank}: {host}, at whose store {environment.address}:{environment.port} the ranks meet, did "
+        f"rank {environment.rank}: {_host_of_store(environment)}, at whose store {environment.address}:{environment.port} the ranks meet, did "
         f"not come within {timeout:g} s, or has ended since ({gist}); look at the errors of that process, and whether "
         f"MASTER_ADDR and MASTER_PORT are right{_hint(environment)}"
     )
@@ -271,7 +291,9 @@ def part_of_incarnation(store: Any, rank: int, world: int, timeout: float) -> It
 def _ask(bounded_store: BoundedStore, rank: int, world: int, timeout: float) -> str:
     number = secrets.token_hex(8)
     bounded_store.set(f"of rank {rank}", number)
-    if not bounded_store.wait([number], timeout):
+    with telling(lambda: f"rank {rank} waits for rank 0 of {world} to come; for {timeout:g} s"):
+        has_come = bounded_store.wait([number], timeout)
+    if not has_come:
         raise CommunicationError(
             f"rank {rank}: rank 0 of {world} has not come within {timeout:g} s, or has ended since; look at the errors "
             "of all ranks"

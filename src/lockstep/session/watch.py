@@ -37,6 +37,7 @@ from lockstep.distributed.comm.group_state import (
 from lockstep.distributed.comm.groups import (
     Group,
     backends_of,
+    companion_timeout,
     global_ranks,
     resolve_group,
 )
@@ -54,7 +55,8 @@ from lockstep.session.step_counter import StepCounter
 from lockstep.session.waits_of_rank import WaitsOfRank
 
 END_SECONDS = 600.0
-"""Seconds that a rank that is done waits for the others, to hear of their failures."""
+"""Seconds that ranks under ``watch()`` wait for each other at its start, and at its end to hear of failures, if the
+group's time-out is not shorter."""
 ABORT_SECONDS = 5.0
 """Seconds that a session waits for NCCL to abort before it leaves a group to the end of the process. A process gets
 twice as many to release its groups, to come back from its accelerator after a failure, and to end."""
@@ -129,15 +131,16 @@ class Watch:
 
         Each is aborted on a thread of its own: NCCL may wait for the device, and for the kernels of another group.
         """
-        assert self.channel is not None
+        channel = self.channel
+        assert channel is not None
         with self._aborting:
             begins = not self._aborted
             known = [group for group, _ in self._aborted]
-            for _, group, _ in watched_groups(self.channel):
+            for _, group, _ in watched_groups(channel):
                 if group not in known and any(name in backends_of(group) for name in backends):
                     self._aborted.append((group, in_background(group.abort)))
             if begins and self._aborted:
-                in_background(lambda: self._end_unless_left(self.channel))
+                in_background(lambda: self._end_unless_left(channel))
 
     def _end_unless_left(self, channel: FailureChannel) -> None:
         """End this process if the thread that trains does not come back from the accelerator after the groups were
@@ -359,8 +362,8 @@ def watch(
         group: the process group; the default group if None.
         store: the store at which the ranks meet; the group's own if None. A bare backend has no store.
         stall_factor: a rank fails if it keeps another rank waiting for this many times the median step. None: no such
-            limit. During the first steps and compilation the limit is nine minutes. It is never more than that, unless
-            ``stall_minimum`` is.
+            limit. During the first steps and compilation the limit is nine tenths of the group's time-out, at most nine
+            minutes. It is never more than that, unless ``stall_minimum`` is.
         stall_minimum: the smallest value of that limit, in seconds.
         link_timeout: seconds, at least 1. If nothing arrives from another host for this time, not even its system's
             answer to a probe, the ranks of that host have failed. After a shorter pause of the network training goes
@@ -373,8 +376,9 @@ def watch(
     interface, or on the interface that leads to the store), and over Gloo twice 64 KiB from each rank to each other
     rank. After that each rank reads one key of the store in every second, and sends nothing until a rank fails.
 
-    Raises :class:`~lockstep.errors.PeerFailure` if another rank fails before all have met, and
-    :class:`~lockstep.errors.OptionError` if there is no group, or no store.
+    Raises :class:`~lockstep.errors.PeerFailure` if another rank fails before all have met,
+    :class:`~lockstep.errors.CommunicationError` if one does not come within the group's time-out (at most ten minutes),
+    and :class:`~lockstep.errors.OptionError` if there is no group, or no store.
 
     Example:
         >>> with lockstep.watch(group):  # doctest: +SKIP
@@ -398,9 +402,10 @@ def watch(
     resources.callback(progress.close)
     resources.enter_context(answering())
     progress.current_phase = Phase.TRAINING
-    limits = StallLimits(stall_factor, stall_minimum, END_SECONDS) if stall_factor is not None else None
+    timeout = min(END_SECONDS, companion_timeout(group).total_seconds())
+    limits = StallLimits(stall_factor, stall_minimum, timeout) if stall_factor is not None else None
     with resources:
-        this = watch_over(group, store, progress, END_SECONDS, link_timeout, limits, resources)
+        this = watch_over(group, store, progress, timeout, link_timeout, limits, resources)
     this.count_steps()
     this.end_with_the_program(this.end)
     return this
