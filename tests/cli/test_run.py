@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -171,6 +172,19 @@ def test_a_run_that_is_interrupted_says_so_and_nothing_else(tmp_path):
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
         out, err = running.communicate(timeout=250)
     assert (running.returncode, out, err) == (130, "", "lockstep: interrupted\n")
+
+
+def test_ranks_end_with_a_command_that_is_killed(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "lockstep", "run", "--ranks", "2", str(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
+        ranks = [int(running.stdout.readline().split()[-1]) for _ in range(2)]
+        ends = [os.pidfd_open(rank) for rank in ranks]
+        running.kill()
+        for end in ends:
+            assert select.select([end], [], [], 60)[0], "the process has ended"
+            os.close(end)
 
 
 def test_ctrl_c_while_torch_is_imported_prints_one_line():

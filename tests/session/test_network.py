@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from lockstep._base import network
+from lockstep.errors import OptionError
 
 OF_NOBODY = "192.0.2.1"  # for documentation: RFC 5737
 
@@ -39,6 +40,9 @@ def test_the_interface_that_the_user_has_chosen(monkeypatch):
     assert network.chosen_address() == "127.0.0.1"
     assert network.reachable_address([OF_NOBODY]) == "127.0.0.1"
     assert network.address_for_gloo([OF_NOBODY]) is None  # Gloo finds it itself
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(OptionError, match=r"GLOO_SOCKET_IFNAME is 'nosuch0', but this host has no such .* it has lo"):
+        network.chosen_address()
 
 
 @pytest.mark.parametrize("name", ["localhost", "no such host"])

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from lockstep.errors import OptionError
+
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The environment variable in which a user names the interfaces for Gloo, and for this library."""
 
@@ -71,12 +73,17 @@ def address_towards(host: str) -> str | None:
 
 
 def chosen_address() -> str | None:
-    """Return the address of the interface that the user has chosen by ``GLOO_SOCKET_IFNAME``, if that is set."""
-    for name in filter(None, os.environ.get(INTERFACE_VARIABLE, "").split(",")):
-        addresses = addresses_of(name)
-        if addresses:
-            return addresses[0]
-    return None
+    """Return the address of the interface that the user has chosen by ``GLOO_SOCKET_IFNAME``, if that is set; raise
+    :class:`OptionError` if there is no such interface."""
+    chosen = list(filter(None, os.environ.get(INTERFACE_VARIABLE, "").split(",")))
+    found = next((addresses[0] for addresses in map(addresses_of, chosen) if addresses), None)
+    there = [name for _, name in socket.if_nameindex()]
+    if chosen and found is None and not {*chosen} <= {*there}:
+        raise OptionError(
+            f"{INTERFACE_VARIABLE} is {','.join(chosen)!r}, but this host has no such interface: it has "
+            f"{', '.join(there)}; {SET_INTERFACE}"
+        )
+    return found
 
 
 def addresses_of(interface: str) -> list[str]:

@@ -24,7 +24,7 @@ from lockstep._base.deal import Dealt, deal_by_speed
 from lockstep.cli import printing
 from lockstep.cli.local_ranks import as_rank, run_ranks, say
 from lockstep.cli.parser import positive
-from lockstep.errors import CommunicationError
+from lockstep.errors import CommunicationError, OptionError
 
 DESCRIPTION = """
 Check the versions, devices, backends, shared memory, limits and threads of this host. Time an all-reduce between ranks
@@ -242,12 +242,14 @@ def _network() -> Iterator[HostCheck]:
         yield HostCheck("host name", f"{name} is {address}")
     chosen = os.environ.get(network.INTERFACE_VARIABLE)
     if chosen is not None:
-        addresses = network.chosen_address()
-        if addresses is None:
+        address = None
+        with contextlib.suppress(OptionError):
+            address = network.chosen_address()
+        if address is None:
             names = ", ".join(name for _, name in socket.if_nameindex())
             yield HostCheck("interface", f"{chosen} has no address", "problem", f"this host has {names}")
         else:
-            yield HostCheck("interface", f"{chosen}, {addresses}")
+            yield HostCheck("interface", f"{chosen}, {address}")
 
 
 def usable_cores() -> int:

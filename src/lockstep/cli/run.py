@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -57,6 +58,7 @@ def add_to(subparsers: Any) -> None:
         help="make the default process group before the program starts, with this backend (such as shm); frameworks "
         "then use it",
     )
+    parser.add_argument("--started-by", type=int, help=argparse.SUPPRESS)
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as for python -m")
     parser.add_argument("program", help="a Python file; with -m the name of a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
@@ -92,7 +94,20 @@ def _file_of_module(name: str) -> str:
     return spec.origin
 
 
+def _end_with(parent: int) -> None:
+    """Let the system end this process together with the command that has started it, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
 def _run_here(options: argparse.Namespace) -> int:
+    if options.started_by is not None:
+        _end_with(options.started_by)
     if options.patch:
         importlib.import_module("lockstep.patch")
     if options.backend:
@@ -178,7 +193,9 @@ def _launch(options: argparse.Namespace, ranks: int) -> int:
 
     logging.disable(logging.ERROR)  # of the launcher alone
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    chosen = ["--patch"] if options.patch else []
+    # The launcher starts the ranks from this thread, whose end is that of this process.
+    chosen = ["--started-by", str(os.getpid())]
+    chosen += ["--patch"] if options.patch else []
     chosen += ["--backend", options.backend] if options.backend else []
     chosen += ["-m"] if options.module else []
     command = ["-m", "lockstep_command", "run", *chosen, options.program, *options.arguments]

@@ -177,15 +177,17 @@ def _connect(environment: Environment, timeout: timedelta) -> Any:
         store = next(iter(found))[0]
     else:
         listening = _listening_here_alone(environment) if environment.rank == 0 else None
+        port = environment.port if listening is None else listening.getsockname()[1]
+        given: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening.detach()}
         store = TCPStore(
             environment.address,
-            environment.port if listening is None else listening.getsockname()[1],
+            port,
             environment.world_size,
             is_master=environment.rank == 0,
             timeout=limit,
             wait_for_workers=False,
             multi_tenant=True,
-            **{} if listening is None else {"master_listen_fd": listening.detach()},
+            **given,
         )
     store.set_timeout(timeout)
     return store
@@ -236,9 +238,10 @@ def _host_of_store(environment: Environment) -> str:
 def _no_store(environment: Environment, timeout: float, error: Exception) -> CommunicationError:
     gist = first_line(error)
     return CommunicationError(
-        f"rank {environment.rank}: {_host_of_store(environment)}, at whose store {environment.address}:{environment.port} the ranks meet, did "
-        f"not come within {timeout:g} s, or has ended since ({gist}); look at the errors of that process, and whether "
-        f"MASTER_ADDR and MASTER_PORT are right{_hint(environment)}"
+        f"rank {environment.rank}: {_host_of_store(environment)}, at whose store "
+        f"{environment.address}:{environment.port} the ranks meet, did not come within {timeout:g} s, or has ended "
+        f"since ({gist}); look at the errors of that process, and whether MASTER_ADDR and MASTER_PORT are "
+        f"right{_hint(environment)}"
     )
 
 
