@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.failures import connections
-from lockstep.failures.connections import Connections, SilentPeers, _tcp_connections, is_silent
+from lockstep.failures.connections import Connections, SilentPeers
 from lockstep.session.watch import _find_connections_of_gloo
 from processes import run_processes
 
@@ -77,26 +77,13 @@ def test_a_peer_notices_when_the_connections_are_closed():
     assert run_processes(2, peer_of_a_rank_that_closes) == [[], [False]]
 
 
-@pytest.mark.parametrize(
-    ("probes", "unacknowledged", "milliseconds", "silent"),
-    [(0, 0, 30_000, False), (0, 3, 19_999, False), (0, 3, 20_000, True), (2, 0, 20_000, True), (2, 0, 100, False)],
-)
-def test_a_connection_is_silent_that_waits_for_an_acknowledgement(probes, unacknowledged, milliseconds, silent):
-    info = bytearray(136)
-    info[3] = probes
-    struct.pack_into("=I", info, 24, unacknowledged)
-    struct.pack_into("=I", info, 56, milliseconds)
-    assert is_silent(bytes(info), 20.0) is silent
-
-
-def test_the_system_tells_when_something_was_last_acknowledged():
-    """What the table above relies on; hosts that fall silent are in tests/hosts."""
+def test_a_peer_that_has_acknowledged_everything_is_not_silent():
+    """Hosts that fall silent are in tests/hosts."""
     with socket.create_server(("127.0.0.2", 0)) as listener, socket.create_connection(listener.getsockname()) as busy:
         busy.sendall(b"x")
         listener.accept()[0].close()
-        found = [info for _, each, info in _tcp_connections() if each.getsockname() == busy.getsockname()]
-        assert not is_silent(found[0], 0.5)
-    assert "127.0.0.2" not in SilentPeers().find(20.0)
+        peers = SilentPeers()
+        assert "127.0.0.2" not in peers.find(0.01) | peers.find(0.01)
 
 
 def test_a_peer_that_is_heard_and_acknowledges_nothing_is_silent(monkeypatch):

@@ -7,10 +7,12 @@ Two ranks over NCCL where it allows them on the GPUs that there are, else over G
 from __future__ import annotations
 
 import re
+import signal
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import lockstep
@@ -46,6 +48,8 @@ def train(rank, what, steps=6):
                 began = time.monotonic()
                 if step == 3 and rank.rank == 1:
                     ids = what(ids, model, run)
+                if ids is None:
+                    break
                 optimizer.zero_grad()
                 model(ids).square().mean().backward()
                 optimizer.step()
@@ -96,6 +100,24 @@ def goes_on_alone(ids, model, run):
     return ids
 
 
+def returns_early(ids, model, run):
+    return None
+
+
+def sums_alone(ids, model, run):
+    """A collective of the program's own, whose result is asked for at once."""
+    total = torch.ones(3, device=ids.device)
+    dist.all_reduce(total, group=run.group)
+    print(total.sum().item())
+    return ids
+
+
+def sums_alone_and_goes_on(ids, model, run):
+    """The same, without a look at the result: over NCCL all ranks come through this backward on the host."""
+    dist.all_reduce(torch.ones(3, device=ids.device), group=run.group)
+    return ids
+
+
 def checks_alone(ids, model, run):
     lockstep.check_in_sync(model)
     return ids
@@ -127,6 +149,26 @@ def test_what_only_one_rank_calls_is_named(home, backend, wrong):
     for ended in run_processes(2, train, wrong, timeout=LIMIT, backend=backend, errors=True):
         assert isinstance(ended.error, LockstepError), (ended, ended.stderr)
         assert any(name in str(ended.error) for name in ("mean", "check_in_sync", "backward")), ended.error
+
+
+def test_a_rank_that_leaves_early_ends(gpu, backend):
+    """Though NCCL waits, when it destroys a communicator, for ranks that have aborted theirs."""
+    other, left = run_processes(2, train, returns_early, timeout=LIMIT, backend=backend, errors=True)
+    assert left.returncode == 0, left
+    assert isinstance(other.error, PeerFailure), other
+    assert "rank 1 has left the training in good order" in str(other.error)
+
+
+@pytest.mark.parametrize("wrong", [sums_alone, sums_alone_and_goes_on], ids=lambda each: each.__name__)
+def test_a_collective_of_the_program_on_one_rank_is_named_on_all(gpu, wrong):
+    """A rank that never comes back from the GPU is ended, with the same words in its log."""
+    if not allows_several_ranks():
+        pytest.skip("NCCL allows several ranks on one GPU from 2.30 on")
+    for ended in run_processes(2, train, wrong, timeout=LIMIT, backend=NCCL, errors=True):
+        assert ended.error is not None, ended
+        text = f"{ended.error} {ended.stderr}"
+        assert isinstance(ended.error, LockstepError) or ended.returncode == -signal.SIGALRM, ended
+        assert "wait for each other in different collectives" in text, ended
 
 
 def skipping(rank):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -12,6 +14,8 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import PeerFailure
+from lockstep.session import start
+from lockstep.session.environment import Environment
 from processes import be_launched, run_processes
 
 
@@ -127,3 +131,12 @@ def test_a_group_that_is_never_released_keeps_no_process_from_ending():
     (ended,) = run_processes(1, never_released, errors=True)
     assert "the process group has not been released within 0.6 s" in ended.stderr
     assert ended.returncode == -signal.SIGALRM
+
+
+def test_nccl_ends_a_process_soon_after_its_time_out(monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    for backend, set_to in (("gloo", None), ("cpu:gloo,cuda:nccl", "1000")):
+        with mock.patch.dict(os.environ):
+            os.environ.pop("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", None)
+            start._make_group(backend, None, Environment(), timedelta(seconds=1))
+            assert os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC") == set_to

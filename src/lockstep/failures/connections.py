@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 _FOLDER = "/proc/self/fd"
 _RECOGNISED_BY = 1 << 16  # bytes: more than stores and rings send in the same moment
 _ATTEMPTS = 2
-# Offsets of numbers in Linux's TCP_INFO: of unanswered probes, 8 bits; of segments that were not acknowledged, and of
-# milliseconds since the last acknowledgement, 32 bits; of bytes acknowledged and received, 64 bits.
-_PROBES, _UNACKNOWLEDGED, _SINCE_LAST_ACKNOWLEDGEMENT, _BYTES_ACKNOWLEDGED, _BYTES_RECEIVED = 3, 24, 56, 120, 128
+# Offsets of numbers in Linux's TCP_INFO: of unanswered probes, 8 bits; of segments that were not acknowledged, 32 bits;
+# of bytes acknowledged and received, 64 bits.
+_PROBES, _UNACKNOWLEDGED, _BYTES_ACKNOWLEDGED, _BYTES_RECEIVED = 3, 24, 120, 128
 
 
 class Connections:
@@ -105,33 +105,25 @@ class SilentPeers:
         self._since: dict[tuple[int, str], tuple[int, float]] = {}
 
     def find(self, seconds: float) -> set[str]:
-        """Return the addresses from which no acknowledgement of what was sent has come for some seconds.
+        """Return the addresses that have acknowledged nothing for some seconds, while there was something to
+        acknowledge: the number of acknowledged bytes has stayed the same.
 
-        If only what this host sends is lost, acknowledgements of earlier data still come: so it is also remembered
-        since when the number of acknowledged bytes has been the same. A peer that is stopped, or busy, is not silent:
-        its system answers. None are found on systems without ``/proc``.
+        The time of the last acknowledgement says less: after a pause of the program it is long ago, and where only what
+        this host sends is lost, acknowledgements of earlier data still come. A peer that is stopped, or busy, is not
+        silent: its system answers, also to the probes that are sent while its buffers are full. None are found on
+        systems without ``/proc``.
         """
         found, now, before, self._since = set(), time.monotonic(), self._since, {}
         for key, connection, info in _tcp_connections():
-            acknowledged, since = struct.unpack_from("=Q", info, _BYTES_ACKNOWLEDGED)[0], now
-            if struct.unpack_from("=I", info, _UNACKNOWLEDGED)[0]:
-                if before.get(key, (-1, 0.0))[0] == acknowledged:
-                    since = before[key][1]
-                self._since[key] = acknowledged, since
-            if is_silent(info, seconds) or now - since >= seconds:
+            if not (struct.unpack_from("=I", info, _UNACKNOWLEDGED)[0] or info[_PROBES]):
+                continue
+            (acknowledged,) = struct.unpack_from("=Q", info, _BYTES_ACKNOWLEDGED)
+            same, since = before.get(key, (-1, now))
+            self._since[key] = acknowledged, since if same == acknowledged else now
+            if now - self._since[key][1] >= seconds:
                 with contextlib.suppress(OSError):  # closed since
-                    found.add(connection.getpeername()[0])
+                    found.add(connection.getpeername()[0].removeprefix("::ffff:"))  # IPv4 over a socket for both
         return found
-
-
-def is_silent(info: bytes, seconds: float) -> bool:
-    """Return True if a connection, given by its ``TCP_INFO``, waits for an acknowledgement, for some seconds at least.
-
-    If the peer's buffers are full, the system sends probes, which the peer's system answers.
-    """
-    (unacknowledged,) = struct.unpack_from("=I", info, _UNACKNOWLEDGED)
-    (milliseconds,) = struct.unpack_from("=I", info, _SINCE_LAST_ACKNOWLEDGEMENT)
-    return bool(unacknowledged or info[_PROBES]) and milliseconds >= seconds * 1e3
 
 
 def _tcp_connections() -> Iterator[tuple[tuple[int, str], socket.socket, bytes]]:

@@ -331,7 +331,7 @@ class StallWatch:
         begun = self._begun()
         self._deadline.observe(self._progress.steps_made or (begun or 0) - self._begun_before, now)
         waited = self._waited(seen, begun, now)
-        if waited > 1.0:
+        if waited:
             self._channel.look_for_lost_links()
         if not self._names_late_ranks or waited <= self._deadline.seconds(seen.phase) or now < self._ask_again:
             return

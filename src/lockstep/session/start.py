@@ -310,6 +310,8 @@ def name_of_run(environment: Environment) -> str:
 
 
 def _make_group(backend: str, store: Any, environment: Environment, timeout: timedelta) -> None:
+    if "nccl" in backend:  # after its time-out PyTorch sleeps for four times as long before it ends the process
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     dist.init_process_group(
         backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=timeout
     )
