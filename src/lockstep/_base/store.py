@@ -69,9 +69,14 @@ class BoundedStore:
         """Write a value; ``seconds`` is the limit of this call."""
         self._call(lambda store: store.set(key, value), seconds)
 
+    def read(self, key: str) -> str | None:
+        """Return the value of a key, or None if it has none; does not wait for one."""
+        return self._call(lambda store: _read(store, key))
+
     def get(self, key: str) -> str:
         """Return an existing value."""
-        return self._call(lambda store: _text(store.get(key)))
+        value = self.read(key)
+        return self._call(lambda store: _text(store.get(key))) if value is None else value
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
         """Return existing values, with one request if the store can."""
@@ -124,7 +129,7 @@ class BoundedStore:
 
         def look(store: Any) -> None:
             try:
-                text = _text(store.get(key)) if store.check([key]) else None
+                text = _read(store, key)
             except RuntimeError:  # lost: not left to the future, as its traceback refers to this object
                 return
             if text is not None:
@@ -255,6 +260,18 @@ def _innermost(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def _read(store: Any, key: str) -> str | None:
+    """Return the value of a key, or None. A ``TCPStore`` is asked once: its ``get`` waits first, with another question,
+    which takes as long as the first where its host is far."""
+    if isinstance(_innermost(store), TCPStore):
+        text = _text(store.compare_set(key, _NOT_THERE, _NOT_THERE))  # what is expected, if there is nothing
+        return None if text == _NOT_THERE else text
+    return _text(store.get(key)) if store.check([key]) else None
+
+
+_NOT_THERE = "lockstep: no value"
 
 
 def _text(value: bytes | str) -> str:

@@ -158,8 +158,8 @@ class FailureLog:
     def read(self) -> list[Failure]:
         """Read the new entries; return all entries. Raises :class:`StoreLostError`."""
         with self._lock:
-            while self._bounded_store.check([_key(len(self.entries))]):
-                self.entries.append(_unpacked(self._bounded_store.get(_key(len(self.entries)))))
+            while (text := self._bounded_store.read(_key(len(self.entries)))) is not None:
+                self.entries.append(_unpacked(text))
         return self.entries
 
     def look(self, found: Callable[[Failure], object]) -> None:

@@ -288,8 +288,8 @@ class Meeting:
 
     def _told_by(self, rank: int, key: str) -> dict[str, Any] | None:
         name = key.format(rank)
-        if name not in self._known and self._bounded_store.check([name]):
-            self._known[name] = json.loads(self._bounded_store.get(name))
+        if name not in self._known and (told := self._bounded_store.read(name)) is not None:
+            self._known[name] = json.loads(told)
         return self._known.get(name)
 
     def _connect_to_next(self) -> Connection | None:

@@ -310,7 +310,7 @@ def _serve(bounded_store: BoundedStore, world: int, token: str, met: threading.E
     while True:
         with contextlib.suppress(StoreLostError):  # it may answer again; whoever waits for it hears if it does not
             for key in keys:
-                if bounded_store.check([key]) and (number := bounded_store.get(key)) not in served:
+                if (number := bounded_store.read(key)) is not None and number not in served:
                     bounded_store.set(number, token)
                     served.add(number)
         if met.wait(LOOK_SECONDS):

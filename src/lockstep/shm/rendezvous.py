@@ -126,7 +126,7 @@ def _addresses(bounded_store: BoundedStore, global_ranks: Sequence[int], timeout
         raise CommunicationError(
             f"rank(s) {absent} did not come to the shm process group within {timeout:g} s; look at their errors"
         )
-    addresses = [json.loads(bounded_store.get(key)) for key in keys]
+    addresses = list(map(json.loads, bounded_store.get_all(keys)))
     for other, address in enumerate(addresses):
         if why := address.get("given_up"):
             raise CommunicationError(f"rank {global_ranks[other]} did not come to the shm process group: {why}")
@@ -215,8 +215,8 @@ def _listens(address: dict[str, str]) -> bool:
 def _first_failure(bounded_store: BoundedStore, error: CommunicationError) -> CommunicationError:
     """Return the error of the first rank that gave up; the errors of the others follow from it."""
     with suppress(StoreLostError):
-        if bounded_store.check([FAILURE_KEY]):
-            return CommunicationError(bounded_store.get(FAILURE_KEY))
+        if (told := bounded_store.read(FAILURE_KEY)) is not None:
+            return CommunicationError(told)
         bounded_store.set(FAILURE_KEY, str(error))
     return error
 
