@@ -179,6 +179,12 @@ def _judge_who_goes_on(plan: Plan, told: Told) -> list[str]:
 
 def _judge_names(plan: Plan, told: Told) -> list[str]:
     """An error says which rank, or which host, has failed."""
+    if (
+        plan.failure == "kill host"
+        and len(plan.victims) > 1
+        and f"like all of its host, node{plan.victim}" not in told.message
+    ):
+        return ["does not name all ranks of the host"]
     if told.named in plan.victims and told.rank not in plan.victims and plan.failure != BETWEEN:
         return []
     if told.type not in ("PeerFailure", "CommunicationError", "StalledError"):
