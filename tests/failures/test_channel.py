@@ -496,6 +496,7 @@ def test_strangers_are_turned_away():
     met = threading.Thread(target=meet)
     met.start()
     neighbours, listener, _ = here.connect(SOON, lambda: None)
+    assert [each.place.pid for each in neighbours] == [os.getpid()] * 2  # known before they tell it themselves
     met.join()
     assert [each.peer for each in neighbours] == [1, 1]
     neighbours[0].send(b"hello")

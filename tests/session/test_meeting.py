@@ -13,6 +13,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep._base import telling
 from lockstep.errors import CommunicationError
+from lockstep.failures import ring
 from lockstep.session import meeting
 from lockstep.session.environment import Environment
 from processes import be_launched, run_processes
@@ -85,6 +86,7 @@ def first_gives_up_first(rank, port):
         return
     be_launched(rank, port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    ring.LOOK_SECONDS = 0.05 if rank.rank == 0 else 1.0  # the other one looks after rank 0 has given up
     with lockstep.session(timeout=1.0 if rank.rank == 0 else 20.0):
         pass
 

@@ -306,6 +306,9 @@ class Watch:
 
     def _release(self, release: Callable[[], object]) -> None:
         """Call ``release`` on another thread; leave it to the end of the process if it takes too long."""
+        if self._keeps_group:
+            release()
+            return
         released = in_background(release)
         if wait([released], 2 * ABORT_SECONDS).not_done:
             text = "the process group has not been released within %g s: it is left to the end of the process"
