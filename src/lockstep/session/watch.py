@@ -159,7 +159,7 @@ class Watch:
         stack = own_stack(thread)
         text = "rank %d still waits for its accelerator after %g s%s. The process is ended. It was here:\n%s"
         where = stack.innermost(FRAMES) if stack is not None else ""
-        logging.getLogger("lockstep").error(text, channel.rank, 2 * ABORT_SECONDS, why, where)
+        log_of("session").error(text, channel.rank, 2 * ABORT_SECONDS, why, where)
         end_process()
 
     def may_destroy_groups(self) -> bool:
@@ -312,7 +312,7 @@ class Watch:
         released = in_background(release)
         if wait([released], 2 * ABORT_SECONDS).not_done:
             text = "the process group has not been released within %g s: it is left to the end of the process"
-            logging.getLogger("lockstep").error(text, 2 * ABORT_SECONDS)
+            log_of("session").error(text, 2 * ABORT_SECONDS)
             end_process_after_main_thread()
         else:
             released.result()
