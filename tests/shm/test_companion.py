@@ -20,7 +20,6 @@ import lockstep
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import end_groups, state_of
 from lockstep.distributed.comm.groups import companion_timeout
-from lockstep.distributed.reduction.replicated_modules import EarlyAgreement
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.phases import Phases
 from processes import be_launched, run_processes
@@ -144,12 +143,7 @@ def means(rank, networks, steps, **options):
 
 
 def sums_amid_buckets(rank, on):
-    """Rank 1 stops to use the last weight, whose bucket left first: there, all buckets wait for the end of backward.
-
-    Or, with several modules, rank 0 has the answer of the others at once, and rank 1 at the end of backward.
-    """
-    if on == "several modules":
-        EarlyAgreement.answer_if_known = lambda self, seconds=0.0: self.answer() if rank.rank == 0 else None
+    """Rank 1 stops to use the last weight, whose bucket left first: there, all buckets wait for the end of backward."""
     networks = [Branches().double() for _ in range(1 if on == "one module" else 2)]
     unused = (4,) if on == "one module" and rank.rank == 1 else ()
     wanted, got = means(rank, networks, [[()] * len(networks)] * 2 + [[unused] * len(networks)], bucket_cap_mb=1e-6)

@@ -7,6 +7,7 @@ compared what they have.
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -30,9 +31,6 @@ from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.reduction.report.verdict import Verdict
 from lockstep.distributed.reduction.report_transport import ReportTransport
 
-REPORT_ALONE_BYTES = 1 << 18
-"""With several modules on a group, a last bucket of this size does not wait for the report, which travels alone."""
-
 
 class CommonState:
     """What the rounds of one module go through."""
@@ -41,7 +39,7 @@ class CommonState:
         self,
         members: ParameterSet,
         collectives: Collectives,
-        modules: ReplicatedModules,
+        modules: ReplicatedModules[Any],
         buffers: BufferSync,
         caps: Sequence[int],
         half: torch.dtype | None = None,
@@ -113,15 +111,12 @@ class CommonState:
 
     def _make_buckets(self) -> None:
         planned, hooked = self.plan.current.buckets, self.hook.hook is not None
-        self._made_for_one = self.modules.exclusive
         # Hooks would change the report: test_hooks_run_once_for_each_bucket_and_the_report_goes_alone. So would
         # rounding: test_small_buffers_and_the_report_stay_exact.
         shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked
         shares_bucket = shares_bucket and not travels_in_half(planned[-1].layout.dtype, self._half)
         self.device = self.parameters[0].spec.device if self.parameters else self.collectives.device
         self.is_on_accelerator = is_accelerator(self.device)
-        if not (self._made_for_one or self.is_on_accelerator):  # the pass may go on in other modules
-            shares_bucket = shares_bucket and planned[-1].layout.nbytes < REPORT_ALONE_BYTES
         behind = planned[-1].layout.dtype if shares_bucket else None
         self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, self.device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
@@ -223,9 +218,9 @@ class CommonState:
 
     def look_for_retyped(self) -> bool:
         """Look for parameters that have become others on this rank, which have no gradient in buckets; return True if
-        there are others than before. Also make buckets anew if there are other modules on the group now."""
+        there are others than before."""
         found = self.members.look_for_retyped()
-        if found or self._made_for_one is not self.modules.exclusive:
+        if found:
             self._make_buckets()
         return found
 

@@ -8,7 +8,7 @@ file:
 2. *fill* - while backward runs, triggers (``managed_parameters.py``) look whether all gradients of a bucket have come.
    A full bucket is launched at once if all before it have been: every rank sends the same buckets in the
    same order, whatever order its gradients come in. The first trigger opens the round. With several modules on the
-   group, ``replicated_modules.py`` says when buckets may leave, and modules take turns at the end.
+   group nothing leaves before the end of the pass (``replicated_modules.py``).
 3. *look* - the pass has ended: the reducer finds which gradients have changed. A pass that does not synchronise ends
    here.
 4. *finalize* - buckets that are not full are launched: a parameter without a new gradient contributes its accumulated
@@ -33,7 +33,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
@@ -54,7 +54,7 @@ from lockstep.distributed.reduction.autograd.engine import (
     note_failure,
 )
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot
-from lockstep.distributed.reduction.autograd.graph import ReachableLeaves, will_accumulate
+from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
 from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import (
@@ -84,19 +84,6 @@ from lockstep.errors import (
     PeerError,
     ShareError,
 )
-
-Turns = Generator[None, None, Sequence[Parameter]]
-"""What a module does to end a pass, in turns with the other modules of its group, which have the same turns on all
-ranks: it sends the buckets that could have left early; what is left, with the report; and it reads the report."""
-
-
-def without_turns(turns: Turns) -> Sequence[Parameter]:
-    """Take all turns at once, and return the result."""
-    try:
-        while True:
-            next(turns)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
 
 
 class Reducer:
@@ -229,8 +216,6 @@ class Reducer:
             self.passes.note_reached(
                 forward, forward is None or self._members.is_own_parameter(forward.bound_parameter)
             )
-        if not self.common.modules.exclusive:
-            self.common.modules.launch_early(watched.this)
 
     def _watch_foreign(self) -> "_OpenPass":
         """Watch a pass whose beginning the reducer has not seen, and return it."""
@@ -283,14 +268,11 @@ class Reducer:
                 watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
                 if self.common.plan.observes:
                     self.common.plan.observe(index)
-                elif watched.synchronises and self.rank_state.padding_batch is None:
+                elif watched.synchronises and self.rank_state.padding_batch is None and self.common.modules.exclusive:
                     self._open(watched)
             if self._round is None:
                 return
-            watched = self._open_passes[-1]
-            self._round.bucket_triggered(index, watched.snapshot)
-        if not self.common.modules.exclusive:
-            self.common.modules.launch_early(watched.this)
+            self._round.bucket_triggered(index, self._open_passes[-1].snapshot)
 
     def _open(self, watched: "_OpenPass") -> None:
         if watched.this.over:
@@ -395,7 +377,7 @@ class Reducer:
                     self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
                 own.contribution.used[:] = self.common.buckets.all_used
                 with torch.set_grad_enabled(False), self.finishing():  # no_grad() takes twice as long
-                    without_turns(self._finish(Part.FULL))
+                    self._finish(Part.FULL)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
@@ -421,11 +403,11 @@ class Reducer:
         return len(came) == len(watched.snapshot.parameters) == len(common.buckets.all_used)
 
     def finishing(self) -> AbstractContextManager[object]:
-        """Return a context to be entered for each turn of :meth:`finalize_backward`: it is labelled and counted."""
+        """Return a context for :meth:`finalize_backward`: it is labelled and counted."""
         return self.collectives.phases.phase("finish", f"round {self.rounds + 1}")
 
     @torch.no_grad()
-    def finalize_backward(self, part: Part = Part.FULL) -> Turns:
+    def finalize_backward(self, part: Part = Part.FULL) -> Sequence[Parameter]:
         """Reduce all remaining buckets; return the parameters whose hooks have waited for that.
 
         ``part``: how this rank takes part.
@@ -434,20 +416,20 @@ class Reducer:
         with self._lock:
             try:
                 if self.rank_state.padding_batch is not None:
-                    return (yield from self._finalize_padding(self.rank_state.padding_batch, part))
+                    return self._finalize_padding(self.rank_state.padding_batch, part)
                 watched = self._open_passes[-1] if self._open_passes else None
                 if watched is None or not (watched.came or self._round is not None):
                     # This rank has no gradient of the module, but another rank may have.
-                    yield from self._open_without_gradient()
-                    return (yield from self._finish(part))
-                return (yield from self._finalize_pass(watched, part))
+                    self._open_without_gradient()
+                    return self._finish(part)
+                return self._finalize_pass(watched, part)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 self.end_pass()
 
-    def _finalize_pass(self, watched: "_OpenPass", part: Part) -> Turns:
+    def _finalize_pass(self, watched: "_OpenPass", part: Part) -> Sequence[Parameter]:
         if watched.this.creates_graph:
             _warn_of_graph()
         if self._round is None:
@@ -456,11 +438,11 @@ class Reducer:
             self._note_used(watched)
             self.rank_state.begin_pass()
         except BaseException:  # of this rank alone: the report tells the others
-            yield from self.abort()
+            self.abort()
             raise
-        return (yield from self._finish(part))
+        return self._finish(part)
 
-    def _finalize_padding(self, batch: PaddingBatch, part: Part) -> Turns:
+    def _finalize_padding(self, batch: PaddingBatch, part: Part) -> Sequence[Parameter]:
         """Finalize at a padding batch: contribute the gradients that were accumulated before it, if there are any."""
         batch.undo()
         own = self.rank_state
@@ -469,21 +451,20 @@ class Reducer:
             part = Part.PADDING
         try:
             with nullcontext() if something else own.set_aside(self._is_kept):
-                yield from self._open_without_gradient()
-                return (yield from self._finish(part))
+                self._open_without_gradient()
+                return self._finish(part)
         finally:
             batch.round_ended(self.buffers.keep())
 
-    def _open_without_gradient(self) -> Turns:
+    def _open_without_gradient(self) -> None:
         self._check_alive()
         try:
             self._open_round(self.is_expected, not self.passes.is_reached)
         except (PeerError, OptionError):
-            yield from self.abort()
+            self.abort()
             raise
-        return ()
 
-    def _finish(self, part: Part) -> Turns:
+    def _finish(self, part: Part) -> Sequence[Parameter]:
         current = self._round
         if current is None:
             return ()
@@ -493,14 +474,10 @@ class Reducer:
         try:
             if self.rank_state.contribution.window.problem:
                 raise OptionError(self.rank_state.contribution.window.problem)
-            current.launch_early()
-            yield
-            current.early_is_over = True
             current.launch_rest(self.rank_state.status(current.number, part, current.passive))
         except BaseException:  # of this rank alone: the others wait for what is not sent
-            yield from self.abort()
+            self.abort()
             raise
-        yield
         current.wait()
         return current.conclude(lists_used=self._holds_hooks)
 
@@ -553,63 +530,27 @@ class Reducer:
                     remove_trigger(self._triggers.on.pop(before))
                     self._put_trigger(number)
 
-    @property
-    def goes_alone(self) -> bool:
-        """True if it has other parameters than the ranks have agreed on, as was found when the pass began, or one that
-        another module synchronises, or a communication hook."""
-        return self.rank_state.differs or self._taken_over() or self.common.hook.hook is not None
-
-    def will_be_reached(self, this: BackwardPass) -> bool:
-        """Return True if the pass that runs in this thread synchronises the module, as its graph shows."""
-        if not self.watches(this) or not self.synchronises:
-            return False
-        return will_accumulate(self._members.tracked)
-
-    @property
-    def is_on_accelerator(self) -> bool:
-        """True if the module is on an accelerator."""
-        return self.common.is_on_accelerator
-
-    @property
-    def may_send_early(self) -> bool:
-        """True if it has buckets that leave while backward runs."""
-        return self.common.is_planned and self.common.buckets.early > 0
-
-    def launch_ready_buckets(self) -> None:
-        """Launch the full buckets that are next in the order, while backward runs."""
-        with self._lock:
-            if self._round is not None:
-                self._round.launch_ready_buckets()
-
-    @property
-    def has_sent_early(self) -> bool:
-        """True if the module has sent what may leave before the pass has ended, or has nothing of that kind."""
-        if self._round is None:
-            return self.common.is_ready and not self.common.buckets.early
-        return self._round.has_sent_early
-
     def pass_leaves(self) -> None:
         """Note that the pass is over, and has not reached the module."""
         with self._lock:
             self._open_passes.pop()
 
     @torch.no_grad()
-    def abort(self) -> Turns:
+    def abort(self) -> None:
         """After a failed backward on this rank, send what the others wait for, marked as failed, without waiting."""
         number = self.rounds if self._round is None else self._round.number
         self.error = f"round {number}: the backward pass failed on this rank"
         if self.collectives.is_lost:
-            return ()
+            return
         part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
         try:
-            yield from self._abort_round(part)
+            self._abort_round(part)
         except (CommunicationError, AgreementError, OptionError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         except Exception as error:
             self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
-        return ()
 
-    def _abort_round(self, part: Part) -> Generator[None, None, None]:
+    def _abort_round(self, part: Part) -> None:
         if self._round is None:
             self._check_alive()
             with suppress(PeerError, OptionError):  # which the others know of
@@ -621,12 +562,7 @@ class Reducer:
             raise
         assert self._round is not None
         current = self._aborted = self._round
-        if not current.early_is_over:
-            current.abort_early()
-            yield
-        current.abort_rest(self.rank_state.status(current.number, part, current.passive))
-        yield
-        current.abort_statuses()
+        current.abort(self.rank_state.status(current.number, part, current.passive))
         self.decisions.note_aborted(self.finish_aborted)
 
     def finish_aborted(self) -> None:

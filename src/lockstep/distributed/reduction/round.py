@@ -65,8 +65,6 @@ class Round:
         self.status: Status | None = None
         """What this rank says in the report, once backward has ended or failed."""
         self.phase = RoundState.FILLING
-        self.early_is_over = False
-        """True once it is the turn of what could not leave early, with the report."""
         self.buckets = common.buckets
         self.next_bucket = 0
         """The first bucket that has not been sent."""
@@ -116,34 +114,27 @@ class Round:
         """True if anything of this round may have been sent to the other ranks."""
         return self.next_bucket > 0 or self.phase is not RoundState.FILLING
 
-    @property
-    def has_sent_early(self) -> bool:
-        """True if all buckets that do not wait for the end of backward have been sent, and there is nothing to agree
-        on before."""
-        return self._common.is_ready and self.next_bucket >= self.buckets.early
-
     # ------------------------------------------------------------------------ filling: gradients come
 
     def bucket_triggered(self, index: int, snapshot: GradientSnapshot) -> None:
         """Handle the gradient of the parameter that is expected to be the last one of its bucket: if all gradients have
-        come since the ``snapshot``, launch what is full, unless there are other modules; else the trigger is to
-        move."""
+        come since the ``snapshot``, launch what is full; else the trigger is to move."""
         bucket = self.buckets.of[index]
         if bucket is None or bucket.is_full:
             return  # it has come again
         missing = bucket.note_gradients(snapshot)
         if missing is not None:
             self.moved_triggers[index] = missing
-        elif self._common.modules.exclusive:
-            self.launch_ready_buckets()
+        else:
+            self._launch_ready_buckets()
 
     def with_taken(self, came: Sequence[int]) -> Sequence[int]:
         """Return the gradients that ``came``, and those that were taken before the pass has ended."""
         taken = [index for bucket in self.buckets.in_order[: self.next_bucket] for index in bucket.planned.indices]
         return list({*taken, *came}) if taken else came
 
-    def launch_ready_buckets(self) -> None:
-        """Launch all full buckets that are next in the order, without waiting: another rank may be at another module.
+    def _launch_ready_buckets(self) -> None:
+        """Launch all full buckets that are next in the order, without waiting.
 
         A bucket that has to wait for the end of backward, such as the one with the report, is not launched.
         """
@@ -222,12 +213,6 @@ class Round:
                 self._used[index] = 0  # set to None meanwhile
             elif self._used[index]:
                 self.late[index] = None
-
-    def launch_early(self) -> None:
-        """Launch the buckets that could have been launched during backward, and were not."""
-        used = self._used if 0 in self._used else None
-        while self.next_bucket < self.buckets.early:
-            self._launch_bucket(self.buckets.in_order[self.next_bucket], used)
 
     def launch_rest(self, status: Status) -> None:
         """Launch the remaining buckets, the buffers that are not in the report, and the report with the ``status``."""
@@ -412,18 +397,13 @@ class Round:
 
     # -------------------------------------------------------------------- aborted: backward has failed
 
-    def abort_early(self) -> None:
-        """Send zeros in place of the buckets of :meth:`launch_early`: this rank has failed, and the others wait.
+    def abort(self, status: Status) -> None:
+        """Send zeros in place of what the other ranks wait for, in the order of :meth:`launch_rest`, and the ``status``
+        of this rank, which has failed.
 
         A communication hook runs on buckets of zeros, because those of the other ranks wait for its messages.
         """
         assert self.phase < RoundState.REDUCED
-        self.phase = RoundState.ABORTED
-        while self.next_bucket < self.buckets.early:
-            self._send_zeros(self.buckets.in_order[self.next_bucket])
-
-    def abort_rest(self, status: Status) -> None:
-        """Send what else the other ranks wait for, in the order of :meth:`launch_rest`, and the ``status``."""
         self.phase, self.status = RoundState.ABORTED, status
         common = self._common
         while self.next_bucket < len(self.buckets.in_order):
@@ -434,11 +414,8 @@ class Round:
         if common.transport.own_row is not None:
             self._aborted_row = common.transport.own_row
             self._send_own(self._aborted_row, "aborted report")
-
-    def abort_statuses(self) -> None:
-        """Begin to gather the statuses of all ranks, since the others have read that this one has failed."""
         self._aborted_statuses = self._gather_statuses()  # as the report tells all ranks
-        if self._said.part is Part.FAILED:  # the error may end the process
+        if status.part is Part.FAILED:  # the error may end the process
             self._aborted_statuses.linger()
 
     def _send_zeros(self, bucket: GradientBucket) -> None:

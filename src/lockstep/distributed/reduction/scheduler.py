@@ -17,27 +17,12 @@ from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.autograd.engine import BackwardPass, PassObserver
 from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
 from lockstep.distributed.reduction.module.buffers import KeptBuffers
-from lockstep.distributed.reduction.reducer import Reducer, Turns
-from lockstep.distributed.reduction.replicated_modules import (
-    EarlyAgreement,
-    Exchange,
-    Mark,
-    PassAgreement,
-    PassMark,
-    ReplicatedModules,
-    in_sending_order,
-)
+from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.replicated_modules import Answer, Question, ReplicatedModules
 from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.reduction.report.status import Part
 from lockstep.errors import OptionError, PeerError
 from lockstep.phases import Phases
-
-ANSWER_SECONDS = 30.0
-"""Seconds that a failed rank waits for the others, if buckets of several modules may have left already."""
-
-
-def _mark_of(this: BackwardPass | None) -> PassMark:
-    return PassMark.AT_END if this is None or this.outer is None else PassMark.INSIDE
 
 
 class GroupScheduler(PassObserver):
@@ -47,9 +32,9 @@ class GroupScheduler(PassObserver):
         self.group = group
         self.decisions = decisions_of(group)
         """The state of this rank's loop, as it is reported to the other ranks."""
-        self._aborted: Exchange | None = None  # kept until it has arrived
+        self._aborted: Question | None = None  # kept until it has arrived
         self._collectives = Collectives(group, Phases())
-        self.modules = ReplicatedModules(self._collectives)
+        self.modules = ReplicatedModules[Reducer](self._collectives)
         """The modules that are replicated over the group."""
         super().__init__()
         observe_steps(self)
@@ -111,7 +96,7 @@ class GroupScheduler(PassObserver):
 
     def _reduce_reached(self, this: BackwardPass, reached: Sequence[Reducer], silent: Sequence[Reducer]) -> None:
         """Accumulate the gradients of modules that do not synchronise, and reduce the others."""
-        if not (reached or silent or self.modules.early is not None):
+        if not (reached or silent):
             return
         reducing = [module for module in reached if module.synchronises]
         if silent:
@@ -123,10 +108,11 @@ class GroupScheduler(PassObserver):
                     module.accumulate()
             if self.modules.exclusive:
                 self.reduce(reducing)
-            elif reducing or self.modules.early is not None:
-                self._reduce_agreed(this, reducing)
-            if reached or silent:
-                self._collectives.enter("training")
+            elif reducing:
+                answer = self.modules.ask(reducing)
+                self._check_not_inside(answer.modules, this)
+                self.follow(answer, this=this)
+            self._collectives.enter("training")
         except BaseException:
             for module in reducing:
                 this.note_failure(module)
@@ -138,72 +124,65 @@ class GroupScheduler(PassObserver):
                 if module.watches(this):
                     module.end_pass()
 
-    def _reduce_agreed(self, this: BackwardPass, reducing: Sequence[Reducer]) -> None:
-        """Reduce the modules that the pass has reached on any rank; on this one, it has reached those given."""
-        early = self.modules.early
-        if early is None:
-            exchange = self.modules.tell(reducing, Mark.TAKES_PART, of_pass=_mark_of(this))
-            answer = self.modules.read(exchange)
-            if answer.are_mixed_up and this.outer is not None:  # then the others have ended the pass around it as well
-                self.modules.early = EarlyAgreement(self.modules, this.outermost, (), exchange)
-                self.modules.early.is_broken = True
-            self.follow(answer)
-        elif early.this is this and not early.is_broken:
-            self.modules.early = None
-            self.follow(early.answer(), missed=[each for each in reducing if each not in early.reached])
-        else:
-            early.is_broken = True
-            if early.this is this:
-                self._abort((), this)
-            raise self._refusal()
-
-    def _refusal(self) -> OptionError:
-        return OptionError(
-            f"rank {self._collectives.global_rank}: a hook has run a backward pass inside of another one, and several "
-            "modules are replicated over one process group: ranks could not tell to which of the passes a bucket "
-            "belongs. Run that pass after the other one, or give each module a group of its own "
+    def _check_not_inside(self, modules: Sequence[Reducer], this: BackwardPass) -> None:
+        """Raise, on all ranks, if the pass around ``this`` has reached one of the modules on this rank, and has more of
+        its gradients to bring, while on other ranks ``this`` pass has reached it first."""
+        if this.outer is None or not any(module.in_backward and not module.watches(this) for module in modules):
+            return
+        steps = RunAll()
+        for module in modules:
+            with steps:
+                module.abort()
+            this.note_failure(module)
+            module.end_pass(failed=True)
+        steps.end()
+        self.decisions.note_failure()
+        raise OptionError(
+            f"rank {self._collectives.global_rank}: a hook has run a backward pass inside of another one, and on other "
+            "ranks it has reached a replicated module that here the pass around it had reached before: their gradients "
+            "would be mixed. Run that pass after the other one, or give each module a group of its own "
             "(replicate(module, process_group=dist.new_group()))"
         )
 
     def follow(
         self,
-        answer: PassAgreement,
+        answer: Answer[Reducer],
         part_of: Callable[[Reducer], Part] = lambda _: Part.FULL,
-        missed: Sequence[Reducer] = (),
+        this: BackwardPass | None = None,
     ) -> None:
-        """Reduce the modules on which the ranks have agreed, as :meth:`reduce` does; ``missed``: those that this rank
-        has reached, and has not named."""
-        self.reduce(self._that_take_part(answer), part_of, answer, missed)
+        """Reduce the modules on which the ranks have agreed, as :meth:`reduce` does; raise if the pass, ``this`` one,
+        has failed on some rank."""
+        if answer.failed:
+            self._end_rounds(this)
+            self.decisions.note_failure()
+            ranks = self._collectives.global_ranks
+            where = f"rank {ranks[answer.numbers_of_failed]}" if answer.failed == 1 else f"{answer.failed} ranks"
+            raise PeerError(
+                f"rank {self._collectives.global_rank}: the backward pass failed on {where} before its gradients were "
+                "reduced; the error there says why. No gradient has been handed out"
+            )
+        if answer.skipped:
+            self._end_rounds(this)
+            self._note_skipped()
+        else:
+            self.reduce(answer.modules, part_of)
 
-    def reduce(
-        self,
-        modules: Sequence[Reducer],
-        part_of: Callable[[Reducer], Part] = lambda _: Part.FULL,
-        answer: PassAgreement | None = None,
-        missed: Sequence[Reducer] = (),
-    ) -> None:
-        """Run the rounds of modules, in each of which this rank takes the given part; then users' hooks.
+    def reduce(self, modules: Sequence[Reducer], part_of: Callable[[Reducer], Part] = lambda _: Part.FULL) -> None:
+        """Run the rounds of modules, one after the other, in each of which this rank takes the given part; then users'
+        hooks.
 
         In ``Join``, a rank without batches keeps its gradients and its weights for a later round: see
-        tests/loops/test_join_gradients.py. ``answer``: what the ranks have agreed on, if there are several modules;
-        ``missed``: the modules that this rank names if the ranks exchange that once more.
+        tests/loops/test_join_gradients.py.
         """
-        steps = RunAll()
+        steps, reduced = RunAll(), list[tuple[Reducer, Sequence[Parameter]]]()
         with ExitStack() as stack:
-
-            def turns_of(modules: Sequence[Reducer]) -> dict[Reducer, Turns]:
-                parts = {module: part_of(module) for module in modules}
-                for module in modules:
-                    if parts[module] is Part.JOINED:
-                        stack.enter_context(module.rank_state.set_aside(lambda _: True))
-                return {module: module.finalize_backward(part) for module, part in parts.items()}
-
-            reduced, exchange = self._take_turns(turns_of(modules), steps, answer, missed)
-            if exchange is not None:
-                with steps:
-                    more = self.modules.read(exchange)
-                    found = self._that_take_part(more, known=steps.first is not None)
-                    reduced += self._take_turns(turns_of(found), steps, more)[0]
+            parts = [(module, part_of(module)) for module in modules]
+            for module, part in parts:
+                if part is Part.JOINED:
+                    stack.enter_context(module.rank_state.set_aside(lambda _: True))
+            for module, part in parts:
+                with steps, module.finishing():
+                    reduced.append((module, module.finalize_backward(part)))
             for module, parameters in reduced:
                 if parameters:
                     with steps:
@@ -212,46 +191,10 @@ class GroupScheduler(PassObserver):
             self.decisions.round_ended()
         steps.end()
 
-    def _take_turns(
-        self,
-        turns: dict[Reducer, Turns],
-        steps: RunAll,
-        answer: PassAgreement | None = None,
-        missed: Sequence[Reducer] = (),
-        mark: Mark = Mark.TAKES_PART,
-    ) -> tuple[list[tuple[Reducer, Sequence[Parameter]]], Exchange | None]:
-        """Let modules take turns until all have ended; return what they have returned.
-
-        If the ranks exchange once more which modules take part, this sends ``mark`` for those that were ``missed``.
-        """
-        results: list[tuple[Reducer, Sequence[Parameter]]] = []
-
-        def goes_on(module: Reducer) -> bool:
-            with steps, module.finishing():
-                try:
-                    next(turns[module])
-                    return True
-                except StopIteration as end:
-                    results.append((module, end.value))
-            return False
-
-        exchange, tells = None, answer is not None and answer.asks_again
-        one_by_one = answer is not None and answer.one_by_one
-        if tells and one_by_one:
-            exchange = self.modules.tell(missed, mark)
-        for together in [[module] for module in turns] if one_by_one else [list(turns)]:
-            going_on = {module for module in in_sending_order(together) if goes_on(module)}
-            if tells and exchange is None:
-                exchange = self.modules.tell(missed, mark)
-            while going_on:
-                going_on = {module for module in together if module in going_on and goes_on(module)}
-        return results, exchange
-
     # ------------------------------------------------------------------------ a pass, as it fails
 
     def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
-        """Tell the other ranks that a backward pass has failed, without waiting for more than their agreement on the
-        modules, if this rank has begun that."""
+        """Tell the other ranks that a backward pass has failed, without waiting for them."""
         if self in this.told:
             return
         watching = [module for module in self.modules if module.watches(this)]
@@ -272,26 +215,15 @@ class GroupScheduler(PassObserver):
     def _abort(self, modules: Sequence[Reducer], this: BackwardPass | None) -> None:
         failing = [each for each in modules if each.synchronises]
         failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
-        early = self.modules.early
-        is_inside = early is not None and this is not None and this.is_inside(early.this)
-        if early is not None and is_inside and failing:
-            early.is_broken = True  # the pass around it tells the others
-        has_agreed = early is not None and early.this is this
-        tells = not is_inside and (bool(failing) or has_agreed)
-        if failing or tells:
+        if failing:
             self.decisions.note_failure()
         try:
-            if tells and self.modules.exclusive:
-                steps = RunAll()
-                self._take_turns({module: module.abort() for module in failing}, steps)
-                steps.end()
-            elif tells:
-                mark = Mark.SKIPS if self.decisions.skips_after(sys.exception()) else Mark.FAILED
-                if early is not None and has_agreed:
-                    self.modules.early = None
-                    self._aborted = self._abort_agreed(early, mark)
-                else:
-                    self._aborted = self.modules.tell(failing, mark, of_pass=_mark_of(this))
+            if failing and self.modules.exclusive:
+                with failing[0].finishing():
+                    failing[0].abort()
+            elif failing:
+                part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
+                self._aborted = self.modules.tell(failing, part)
         except RuntimeError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
@@ -299,27 +231,11 @@ class GroupScheduler(PassObserver):
                 if this is not None:
                     this.note_failure(module)
                 module.rank_state.pass_failed()
-            if tells and not self.modules.exclusive:
-                self._end_rounds()
+            if failing and not self.modules.exclusive:
+                self._end_rounds(this)
             else:
                 for module in modules:
                     module.end_pass(failed=any(module is each for each in failing))
-
-    def _abort_agreed(self, early: EarlyAgreement, mark: Mark) -> Exchange | None:
-        """Send what the other ranks wait for, on which this one has agreed before it has failed, and ``mark``."""
-        answer = early.answer_if_known(ANSWER_SECONDS)
-        if answer is None:
-            self._collectives.lose(
-                f"backward has failed, and the other ranks have not come to the same backward for {ANSWER_SECONDS:g} s"
-            )
-            return None
-        if answer.ends_pass:
-            return None
-        steps = RunAll()
-        turns = {each: each.abort() for each in answer.modules}
-        _, exchange = self._take_turns(turns, steps, answer, answer.modules, mark)
-        steps.end()
-        return exchange
 
     # ------------------------------------------------------------------------ an optimizer's step
 
@@ -350,7 +266,7 @@ class GroupScheduler(PassObserver):
         that listen."""
         return self.modules.ask([module], mark).marks(self._collectives.world)
 
-    def listen(self) -> tuple[list[int], PassAgreement]:
+    def listen(self) -> tuple[list[int], Answer[Reducer]]:
         """On a rank in ``join()`` that has run out, return what the others do next, and with which modules.
 
         Either a module's forward begins, with a mark of each rank that is not listening; or no rank has a mark, and the
@@ -359,34 +275,13 @@ class GroupScheduler(PassObserver):
         answer = self.modules.ask([])
         return answer.marks(self._collectives.world), answer
 
-    def _that_take_part(self, answer: PassAgreement, known: bool = False) -> list[Reducer]:
-        """Return the modules that take part; raise if the pass has failed, unless that is ``known``."""
-        if answer.are_mixed_up:
-            self._end_rounds()
-            self.decisions.note_failure()
-            raise self._refusal()
-        if answer.failed:
-            self._end_rounds()
-            self.decisions.note_failure()
-            if known:
-                return []
-            ranks = self._collectives.global_ranks
-            where = f"rank {ranks[answer.numbers_of_failed]}" if answer.failed == 1 else f"{answer.failed} ranks"
-            raise PeerError(
-                f"rank {self._collectives.global_rank}: the backward pass failed on {where} before its gradients were "
-                "reduced; the error there says why. No gradient has been handed out"
-            )
-        if answer.skipped:
-            self._end_rounds()
-            self._note_skipped()
-            return []
-        return answer.modules
-
-    def _end_rounds(self) -> None:
+    def _end_rounds(self, this: BackwardPass | None) -> None:
         """End the rounds of all modules: all ranks know that the pass has failed, but not which modules it would have
-        reached on each rank. See tests/gradients/test_several_modules.py."""
+        reached on each rank. See tests/gradients/test_several_modules.py. A pass around it goes on with the modules
+        that it has reached: test_a_pass_inside_that_fails_and_is_caught."""
         for module in self.modules:
-            module.end_pass(failed=True)
+            if this is None or this.outer is None or module.watches(this):
+                module.end_pass(failed=True)
 
     # ----------------------------------------------------- batches that count nothing, or are left out
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
 from lockstep._base.devices import is_accelerator
@@ -42,12 +41,6 @@ class ReachableLeaves:
     """True if there may be more: functions written in Python may run passes of their own, as checkpointing does."""
     marks: Mapping[int, Sequence[object]] = field(default_factory=dict)
     """By the id of the owner, the marks that :func:`mark_output` and :func:`mark_checkpoints` have set in the graph."""
-
-
-def will_accumulate(parameters: Iterable[Tensor]) -> bool:
-    """Return True if the pass that runs in this thread is to accumulate into one of some leaves, as its graph shows."""
-    executes = torch._C._will_engine_execute_node
-    return any(each.requires_grad and executes(get_gradient_edge(each).node) for each in parameters)
 
 
 def reach_of(given: dict[str, Any]) -> ReachableLeaves:

@@ -1,11 +1,6 @@
-"""Buckets of several modules on one group leave while backward runs, once the ranks have agreed on the modules.
-
-Answers of the other ranks are waited for in a hook of the pass, so that what could leave early has left.
-"""
+"""A backward through several modules of several buckets each on one group: ranks tell each other at its end which."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
@@ -14,9 +9,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.distributed.reduction import scheduler
-from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.errors import CommunicationError, OptionError, PeerError
+from lockstep.errors import OptionError, PeerError
 from processes import run_processes
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
@@ -29,7 +22,7 @@ def chain():
 
 
 def replicated(rank, count=2, make=chain, **options):
-    """Modules in which each weight has a bucket, after their first round, in which nothing leaves early."""
+    """Modules in which each weight has a bucket, after their first round."""
     modules = [
         lockstep.replicate(make(), process_group=rank.group, bucket_cap_mb=1e-6, **options) for _ in range(count)
     ]
@@ -39,65 +32,31 @@ def replicated(rank, count=2, make=chain, **options):
     return modules
 
 
-def answered(rank, tensor):
-    """Return the tensor; backward waits in it until the ranks have agreed on the modules, if this one has begun to."""
-
-    def wait(_):
-        early = scheduler_of(rank.group).modules.early
-        if early is not None:
-            early.answer()
-
-    tensor.register_hook(wait)
-    return tensor
-
-
 def grads(*modules):
     return [None if p.grad is None else p.grad.item() for module in modules for p in module.parameters()]
 
 
-def forward_in_turn(rank, modules, x=None):
-    """The loss of modules through their forwards, with a wait for the answer in front of each."""
-    out = (x_of(rank) if x is None else x).clone().requires_grad_()
+def forward_in_turn(rank, modules):
+    """The loss of modules through their forwards."""
+    out = x_of(rank).requires_grad_()
     for module in modules:
-        out = module(answered(rank, out * 1))
+        out = module(out)
     return out.sum()
 
 
-# --------------------------------------------------------------------------------- what leaves, and when
-
-
 def sent_during_backward(rank):
-    """How many collectives begin before the gradient of the input has come, and in which order their sizes are."""
+    """How many collectives begin before the gradient of the input has come, and how many in all."""
     modules = replicated(rank)
     x = x_of(rank).requires_grad_()
     at_end = []
     x.register_hook(lambda _: at_end.append(len(seen)))
     with count_collectives(rank) as seen:
-        middle = answered(rank, modules[0](answered(rank, x * 1)))
-        modules[1](middle).sum().backward()
+        modules[1](modules[0](x)).sum().backward()
         return at_end[0], len(seen)
 
 
-def test_full_buckets_leave_while_backward_runs():
-    """The agreement, two buckets of each of two modules; then what the graph has not shown, and two reports."""
-    assert run_ranks(2, sent_during_backward) == [(5, 8)] * 2
-
-
-def of_one_bucket(rank, width):
-    """How many collectives begin, in the third step, before backward comes to the second of two modules."""
-    modules = [lockstep.replicate(nn.Linear(width, width, bias=False), process_group=rank.group) for _ in range(2)]
-    for _ in range(3):
-        middle, begun = modules[0](torch.ones(1, width)), []
-        with count_collectives(rank) as seen:
-            middle.register_hook(lambda _, begun=begun, seen=seen: begun.append(len(seen)))
-            modules[1](answered(rank, middle * 1)).sum().backward()
-    return begun[0], len(seen)
-
-
-@pytest.mark.parametrize(("width", "wanted"), [(10, (0, 3)), (257, (2, 6))])
-def test_the_report_does_not_keep_a_large_bucket(width, wanted):
-    """Of 264 kB; then the second module's, the second exchange, and two reports. Small ones leave with their report."""
-    assert run_ranks(2, of_one_bucket, width) == [wanted] * 2
+def test_nothing_is_sent_before_the_end_but_then_one_question_and_the_buckets():
+    assert run_ranks(2, sent_during_backward) == [(0, 1 + 2 * LAYERS)] * 2
 
 
 def in_other_orders(rank):
@@ -133,7 +92,7 @@ def of_a_shared_weight(rank, cap):
     return seen
 
 
-@pytest.mark.parametrize("cap", [1e-6, 1.0], ids=["early", "at the end"])
+@pytest.mark.parametrize("cap", [1e-6, 1.0])
 def test_a_weight_in_two_modules(cap):
     """The last one reduces it: the other one must not take its gradient while that one's round goes on."""
     wanted = [3.0, 1.5, 1.5] * 2
@@ -212,7 +171,7 @@ def hidden(rank):
     for _ in range(3):
         x = x_of(rank).requires_grad_()
         inner = checkpoint(modules[0], x, use_reentrant=True) if rank.rank else modules[0](x)
-        modules[1](answered(rank, inner)).sum().backward()
+        modules[1](inner).sum().backward()
         seen.append(grads(*modules))
         for module in modules:
             module.zero_grad()
@@ -225,8 +184,8 @@ def hidden_everywhere(rank):
     for _ in range(3):
         out = x_of(rank).requires_grad_()
         for module in modules[:2]:
-            out = checkpoint(module, answered(rank, out * 1), use_reentrant=True)
-        modules[2](answered(rank, out)).sum().backward()
+            out = checkpoint(module, out, use_reentrant=True)
+        modules[2](out).sum().backward()
         seen.append(grads(*modules))
         for module in modules:
             module.zero_grad()
@@ -234,7 +193,7 @@ def hidden_everywhere(rank):
 
 
 @pytest.mark.parametrize(("call", "count"), [(hidden, 2), (hidden_everywhere, 3)])
-def test_modules_that_reentrant_checkpointing_hides_are_reduced_after_the_others(call, count):
+def test_modules_that_reentrant_checkpointing_hides_are_reduced(call, count):
     assert run_ranks(2, call) == [[[1.5] * count * LAYERS] * 3] * 2
 
 
@@ -255,7 +214,7 @@ def without_gradients(rank):
     for _ in range(2):
         out = modules[0](x_of(rank))
         out = _NoGradient.apply(out) if rank.rank else out
-        modules[1](answered(rank, out)).sum().backward()
+        modules[1](out).sum().backward()
         seen.append(grads(*modules))
         for module in modules:
             module.zero_grad()
@@ -270,7 +229,7 @@ def test_a_module_that_gets_no_gradient_on_one_rank():
 
 
 def failing(rank, place, error=ArithmeticError):
-    """Backward fails on rank 1 after the first buckets may have left; then all go on."""
+    """Backward fails on rank 1 at a place; then all go on."""
     modules = replicated(rank)
 
     def spoil(_):
@@ -280,7 +239,6 @@ def failing(rank, place, error=ArithmeticError):
     out = x_of(rank).requires_grad_()
     for number, module in enumerate(modules):
         for layer, each in enumerate(module):
-            out = answered(rank, out * 1)
             if (number, layer) == place:
                 out.register_hook(spoil)
             out = each(out)
@@ -297,35 +255,14 @@ def failing(rank, place, error=ArithmeticError):
 
 
 @pytest.mark.parametrize("place", [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)])
-def test_a_rank_that_fails_while_buckets_leave(place):
+def test_a_rank_that_fails_before_or_between_the_modules(place):
     first, second = run_ranks(2, failing, place)
-    assert first[0].startswith("PeerError: rank 0: backward failed on rank 1")
+    assert first[0].startswith("PeerError: rank 0: the backward pass failed on rank 1")
     assert "After it" not in first[0]  # both modules say the same
     assert second[0] == "ArithmeticError: a bad batch"
     for _, after_it, later in (first, second):
         assert after_it == [None] * 2 * LAYERS
         assert later == [1.5] * 2 * LAYERS
-
-
-def failing_alone(rank):
-    """Rank 1 fails in a backward that rank 0 does not run."""
-    modules = replicated(rank)
-    if rank.rank == 0:
-        return ""
-    middle = modules[0](x_of(rank))
-    middle.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        modules[1](middle).sum().backward()
-    with pytest.raises(CommunicationError) as raised:
-        forward_in_turn(rank, modules).backward()
-    return str(raised.value)
-
-
-def test_a_failed_rank_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(scheduler, "ANSWER_SECONDS", 0.1)
-    _, said = run_ranks(2, failing_alone, group_timeout=2.0)  # ending a group waits for what is under way
-    assert said.startswith("rank 1 can no longer take part")
-    assert "have not come to the same backward for 0.1 s" in said
 
 
 def skipping(rank, place):
@@ -345,7 +282,6 @@ def skipping(rank, place):
         with lockstep.loop.skip_on(ArithmeticError, group=rank.group):
             out = x_of(rank).requires_grad_()
             for number, module in enumerate(modules[:2]):
-                out = answered(rank, out * 1)
                 if number == place:
                     out.register_hook(spoil)
                 out = module(out)
@@ -355,7 +291,7 @@ def skipping(rank, place):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_batch_that_is_left_out_while_buckets_leave(place):
+def test_a_batch_that_is_left_out(place):
     for number, seen in enumerate(run_ranks(2, skipping, place), 1):
         usual = [1.5] * 2 * LAYERS + [float(number)] * LAYERS
         assert seen == [usual, [None] * 3 * LAYERS, usual]
@@ -421,7 +357,7 @@ def with_a_mean(rank):
     return seen
 
 
-def test_ranks_agree_at_the_end_if_backward_may_take_means():
+def test_means_inside_of_a_pass_through_several_modules():
     assert run_ranks(2, with_a_mean) == [[[1.5] * LAYERS + [1.0] * LAYERS] * 2] * 2
 
 
@@ -448,30 +384,16 @@ def backward_inside(rank, module):
         module(x_of(rank)).sum().backward()
 
 
-def nested(rank, catches):
+def nested(rank):
     modules = replicated(rank, 3)
-
-    def run(_):
-        try:
-            backward_inside(rank, modules[2])
-        except OptionError:
-            if not catches:
-                raise
-
     middle = modules[0](x_of(rank).requires_grad_())
-    middle.register_hook(run)  # after the buckets of the other module
-    with pytest.raises(OptionError, match=re.escape("a hook has run a backward pass inside of another one")):
-        modules[1](answered(rank, middle)).sum().backward()
-    after_it = grads(*modules)
-    for module in modules:
-        module.zero_grad()
-    forward_in_turn(rank, modules).backward()
-    return after_it, grads(*modules)
+    middle.register_hook(lambda _: backward_inside(rank, modules[2]))  # after the gradients of the other module
+    modules[1](middle).sum().backward()
+    return grads(*modules)
 
 
-@pytest.mark.parametrize("catches", [False, True])
-def test_a_pass_in_a_hook_is_refused_once_buckets_may_have_left(catches):
-    assert run_ranks(2, nested, catches) == [([None] * 3 * LAYERS, [1.5] * 3 * LAYERS)] * 2
+def test_a_pass_in_a_hook_is_reduced_by_itself():
+    assert run_ranks(2, nested) == [[1.5] * 3 * LAYERS] * 2
 
 
 def nested_failure(rank):
@@ -489,8 +411,8 @@ def nested_failure(rank):
 
     middle = modules[0](x_of(rank).requires_grad_())
     middle.register_hook(run)
-    with pytest.raises(OptionError, match=f"rank {rank.rank}: a hook has run a backward"):
-        modules[1](answered(rank, middle)).sum().backward()
+    with pytest.raises(PeerError):
+        modules[1](middle).sum().backward()
     for module in modules:
         module.zero_grad()
     forward_in_turn(rank, modules).backward()
@@ -501,32 +423,30 @@ def test_a_pass_inside_that_fails_and_is_caught():
     assert run_ranks(2, nested_failure) == [[1.5] * 3 * LAYERS] * 2
 
 
-def nested_first(rank, catches):
-    """On rank 1 the pass inside begins before the outer one has come to a module, on rank 0 after. If its hook catches
-    the error, the outer pass goes on to its end."""
+def nested_in_other_orders(rank):
+    """On rank 1 a pass inside of another one reaches the second module first, on rank 0 the pass around it does."""
     modules = replicated(rank, 3)
     middle = modules[0](x_of(rank).requires_grad_())
     out = modules[1](middle) * 1
 
     def run(_):
-        try:
-            backward_inside(rank, modules[2])
-        except OptionError:
-            if not (catches and rank.rank):
-                raise
+        with torch.enable_grad():
+            modules[2](modules[1](x_of(rank))).sum().backward()
 
     (out if rank.rank else middle).register_hook(run)
-    with pytest.raises(OptionError, match=re.escape(f"rank {rank.rank}: a hook has run a backward")):
+    with pytest.raises((OptionError, PeerError)) as raised:
         out.sum().backward()
     for module in modules:
         module.zero_grad()
     forward_in_turn(rank, modules).backward()
-    return grads(*modules)
+    return str(raised.value), grads(*modules)
 
 
-@pytest.mark.parametrize("catches", [False, True])
-def test_ranks_notice_that_one_has_agreed_for_a_pass_inside(catches):
-    assert run_ranks(2, nested_first, catches) == [[1.5] * 3 * LAYERS] * 2
+def test_a_pass_in_a_hook_that_meets_gradients_of_the_pass_around_it_on_one_rank():
+    first, second = run_ranks(2, nested_in_other_orders)
+    assert "rank 0: a hook has run a backward pass inside of another one" in first[0]
+    assert "backward failed on rank 0" in second[0]
+    assert first[1] == second[1] == [1.5] * 3 * LAYERS
 
 
 def nested_before_all(rank):

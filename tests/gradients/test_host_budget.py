@@ -1,0 +1,49 @@
+"""What a settled backward costs the host in Python: it may only fall. Lower the numbers when it does."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.distributed.comm import collectives
+from processes import run_processes
+
+PACKAGE = str(Path(lockstep.__file__).parent)
+
+
+def settled_backward(rank, companion):
+    """Return how many functions of the library a settled backward calls, in how many files, and how often the next
+    function is in another file; of several backwards the least, since one that has to wait calls more."""
+    if not companion:
+        collectives.store_for_companion = lambda *_: None
+    net = lockstep.replicate(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    files: list[str] = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            files.append(frame.f_code.co_filename)
+
+    found = []
+    for step in range(40):
+        net.zero_grad()
+        loss = net(torch.ones(2, 4)).sum()
+        files.clear()
+        sys.setprofile(note)
+        loss.backward()
+        sys.setprofile(None)
+        if step >= 2:  # in the first the ranks learn the order of gradients, in the second buckets get memory
+            found.append((len(files), len(set(files)), sum(a != b for a, b in itertools.pairwise(files))))
+    return min(found)
+
+
+# Without a companion the collectives are Gloo's; those of a companion are the library's own, in shared memory.
+@pytest.mark.parametrize(("companion", "budget"), [(False, (125, 28, 86)), (True, (199, 38, 122))])
+def test_calls_and_files_and_moves_between_files_of_a_settled_backward(companion, budget):
+    least = tuple(map(min, zip(*run_processes(2, settled_backward, companion), strict=True)))
+    assert least == tuple(map(min, zip(least, budget, strict=True)))
