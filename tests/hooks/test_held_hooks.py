@@ -199,6 +199,52 @@ def test_handles_remove_their_hooks_when_a_module_is_wrapped_again():
     assert run_ranks(2, remove, True) == [wanted] * 2
 
 
+def between_passes(rank, cap):
+    """The hooks of parameters after passes that synchronise, accumulate and fail."""
+    module = lockstep.replicate(weights(3), process_group=rank.group, bucket_cap_mb=cap)
+    module[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    before = [p._post_accumulate_grad_hooks for p in module.parameters()]
+    same = []
+    for number in range(4):
+        module.zero_grad()
+        x = module[2](module[1](module[0](x_of(rank))))
+        if number == 2:
+            with module.no_sync():
+                x.sum().backward()
+        elif number == 3:
+            with pytest.raises(ValueError if rank.rank else PeerError):
+                (fails_in_backward(x, error=ValueError) if rank.rank else x).sum().backward()
+        else:
+            x.sum().backward()
+        now = [p._post_accumulate_grad_hooks for p in module.parameters()]
+        same.append(all(a is b for a, b in zip(before, now, strict=True)))
+    return before[0], len(before[1]), same
+
+
+@pytest.mark.parametrize("cap", [None, 1e-6])
+def test_between_passes_a_parameter_has_its_own_hooks_and_no_others(cap):
+    assert run_ranks(2, between_passes, cap) == [(None, 1, [True] * 4)] * 2
+
+
+def changed_in_a_pass(rank):
+    """Hooks that are registered and removed while backward runs, on parameters that have others."""
+    module, seen = lockstep.replicate(weights(2), process_group=rank.group), []
+    handles = [module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("first"))]
+
+    def change(_):
+        handles.append(module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item())))
+        handles[0].remove()
+
+    x = module[0](x_of(rank))
+    x.register_hook(change)
+    module[1](x).sum().backward()
+    return seen
+
+
+def test_hooks_that_change_while_a_pass_runs():
+    assert run_ranks(2, changed_in_a_pass) == [[1.5]] * 2
+
+
 # -------------------------------------------------------------------- PyTorch's optimizers in backward
 
 

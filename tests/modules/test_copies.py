@@ -279,7 +279,7 @@ def wrapped(rank):
 
 def with_hooks(rank):
     module = lockstep.replicate(Net(), process_group=rank.group)
-    module.register_comm_hook({}, lambda state, bucket: bucket.buffer())
+    module.register_comm_hook({"module": module}, lambda state, bucket: bucket.buffer())
     module.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     module(torch.ones(2, 2)).sum().backward()
     return watch(module)

@@ -37,8 +37,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
-from operator import is_
-from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -58,18 +56,15 @@ from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
 from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import (
-    HookDictionary,
     ManagedParameter,
+    PassHooks,
     StreamTrigger,
     Trigger,
     generation,
-    hold,
-    hold_all,
     hooks_of,
     note_outlived,
     owner_of,
-    remove_trigger,
-    run_held_hooks,
+    users_hooks_of,
 )
 from lockstep.distributed.reduction.module.selection import APPLIED_IN_BACKWARD, check_optimizers
 from lockstep.distributed.reduction.padding import PaddingBatch
@@ -116,11 +111,11 @@ class Reducer:
         self.has_failed = False
         """True if the last round has failed on some rank, or was left out; the same on all ranks."""
         self._members = common.members
-        self._holds_hooks = False  # users have hooks on parameters
+        self._has_hooks = False  # users have hooks on parameters, as the last pass found when it began
         self._route = _Route.UNKNOWN
         self._ownership = -1, True  # with that generation of owners, this reducer synchronises all of the parameters
-        self._triggers = _Triggers(None, {})
-        self._held: Sequence[HookDictionary] = ()  # the hooks of parameters, as they were when a pass began last
+        self._triggers: dict[int, Trigger] = {}  # by number of the parameter, put onto it while a pass runs
+        self._triggers_of: BucketsInUse | None = None  # the buckets that they are for; None: to be chosen anew
         self.retired = False
 
     @property
@@ -145,7 +140,7 @@ class Reducer:
             if self._open_passes and self._has_been_reached(self._open_passes[-1]):
                 return  # it joins the pass around it
             if self._open_passes and not this.is_inside(self._open_passes[-1].this):
-                self._open_passes.clear()  # of another thread, and never came here
+                self._drop_passes()  # of another thread, and never came here
             self._open_passes.append(self._watch(this))
 
     def _watch(self, this: BackwardPass) -> "_OpenPass":
@@ -162,15 +157,17 @@ class Reducer:
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
             check_optimizers(self._members.named)
-        if self._triggers.buckets is not self.common.buckets:
-            self._place_triggers()
-        hooks = list(filter(None, map(hooks_of, parameters)))
-        if len(hooks) != len(self._held) or not all(map(is_, hooks, self._held)):
-            hold_all(parameters, self)
-            self._held = list(filter(None, map(hooks_of, parameters)))
+        if self._triggers_of is not self.common.buckets:
+            self._choose_triggers()
         if self.common.plan.observes:
             self.common.plan.begin_round()
-        return _OpenPass(this, GradientSnapshot(parameters), own.requires_sync)
+        watched = _OpenPass(this, GradientSnapshot(parameters), own.requires_sync)
+        self._has_hooks = False
+        if self._triggers or any(map(hooks_of, parameters)):
+            on = [(self.parameters[number].parameter, trigger) for number, trigger in self._triggers.items()]
+            watched.hooks = PassHooks(parameters, on)
+            self._has_hooks = watched.hooks.has_users
+        return watched
 
     def _look_for_retyped(self) -> None:
         """Look for parameters that have become others, unless a pass is under way, which has begun without."""
@@ -226,38 +223,27 @@ class Reducer:
 
     # ------------------------------------------------------------------------------------ fill
 
-    def _place_triggers(self) -> None:
-        """Put triggers on the parameters whose gradients are expected last in their bucket, or on all as long as the
-        order is not known."""
-        self._remove_triggers()
-        buckets = self.common.buckets
-        self._triggers = _Triggers(buckets, {})
+    def _choose_triggers(self) -> None:
+        """Choose the parameters that get a trigger while a pass runs: those whose gradients are expected last in their
+        bucket, or all as long as the order is not known."""
+        buckets = self._triggers_of = self.common.buckets
         if self.common.plan.observes:
             numbers = [member.index for member in self.parameters]
         else:
             early = [each for each in buckets.in_order if not each.waits_for_end]
             numbers = [each.planned.indices[-1] for each in early]
             numbers += [member.index for each in early for member in each.members if member.needs_stream]
-        for number in numbers:
-            self._put_trigger(number)
+        self._triggers = {number: self._new_trigger(number) for number in numbers}
 
-    def _put_trigger(self, number: int) -> None:
-        member = self.parameters[number]
-        parameter = self._triggers.on[number] = member.parameter
-        kind = StreamTrigger if member.needs_stream else Trigger
-        hold(parameter, self).set_trigger(kind(number, self))
-
-    def _remove_triggers(self) -> None:
-        for parameter in self._triggers.on.values():
-            remove_trigger(parameter)
-        self._triggers = _Triggers(None, {})
+    def _new_trigger(self, number: int) -> Trigger:
+        return (StreamTrigger if self.parameters[number].needs_stream else Trigger)(number, self)
 
     def note_stream(self, index: int) -> None:
         """Note the stream on which autograd has just accumulated the gradient of a parameter; the triggers of the next
         pass are others."""
         with self._lock:
             self.parameters[index].note_stream()
-            self._triggers = self._triggers._replace(buckets=None)
+            self._triggers_of = None
 
     def gradient_triggered(self, index: int) -> None:
         """Note that autograd has accumulated the gradient of a parameter that has a trigger."""
@@ -387,7 +373,7 @@ class Reducer:
 
     def _is_usual(self, watched: "_OpenPass") -> bool:
         common, this = self.common, watched.this
-        if not (common.is_settled and watched.synchronises and watched.is_expected) or self._holds_hooks:
+        if not (common.is_settled and watched.synchronises and watched.is_expected) or self._has_hooks:
             return False
         if len(self._open_passes) > 1 or self._aborted is not None or this.over or this.creates_graph:
             return False
@@ -458,6 +444,8 @@ class Reducer:
 
     def _open_without_gradient(self) -> None:
         self._check_alive()
+        if not self._open_passes:
+            self._has_hooks = any(map(users_hooks_of, self._members.tracked))
         try:
             self._open_round(self.is_expected, not self.passes.is_reached)
         except (PeerError, OptionError):
@@ -479,15 +467,14 @@ class Reducer:
             self.abort()
             raise
         current.wait()
-        return current.conclude(lists_used=self._holds_hooks)
+        return current.conclude(lists_used=self._has_hooks)
 
-    def hold_hooks(self) -> None:
-        """Note that some parameter has users' hooks, to be run when its gradient is reduced."""
-        self._holds_hooks = True
-
-    def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
-        """Run users' hooks of parameters whose gradients have been reduced."""
-        run_held_hooks(parameters, self)
+    def run_hooks(self, parameters: Sequence[Parameter]) -> None:
+        """Run users' hooks of parameters whose gradients have been reduced, unless another module reduces them."""
+        for parameter in parameters:
+            if self._owns(parameter):
+                for hook in users_hooks_of(parameter):
+                    hook(parameter)
 
     def _is_kept(self, parameter: Parameter) -> bool:
         """Return True if the gradient of a parameter stays as it was, after a round to which it did not contribute."""
@@ -499,6 +486,8 @@ class Reducer:
         """End the backward pass, with or without an error; ``failed``: all ranks know that its round has failed."""
         with self._lock:
             watched = self._open_passes.pop() if self._open_passes else None
+            if watched is not None and watched.hooks is not None:
+                watched.hooks.put_back()
             accumulated = watched is not None and bool(watched.came) and not watched.synchronises
             del watched  # whose references would look like the program's
             ended, self._round = self._round, None
@@ -524,16 +513,21 @@ class Reducer:
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
         if ended.is_applied or ended.has_begun:
             self.common.count_round(ended.number)
-        if self._triggers.buckets is self.common.buckets:
+        if self._triggers_of is self.common.buckets:
             for before, number in ended.moved_triggers.items():  # another gradient was the last one of its bucket
-                if before in self._triggers.on:
-                    remove_trigger(self._triggers.on.pop(before))
-                    self._put_trigger(number)
+                if self._triggers.pop(before, None) is not None:
+                    self._triggers[number] = self._new_trigger(number)
+
+    def _drop_passes(self) -> None:
+        while self._open_passes:
+            self.pass_leaves()
 
     def pass_leaves(self) -> None:
-        """Note that the pass is over, and has not reached the module."""
+        """Note that the innermost pass is over, and has not reached the module."""
         with self._lock:
-            self._open_passes.pop()
+            watched = self._open_passes.pop()
+            if watched.hooks is not None:
+                watched.hooks.put_back()
 
     @torch.no_grad()
     def abort(self) -> None:
@@ -593,12 +587,15 @@ class Reducer:
         self.retired = True
         self.rank_state.end_padding_batch()
         self.common.modules.unregister(self)
-        self._remove_triggers()
+        self._drop_passes()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_ending():  # the names below may be gone: test_a_program_ends_without_a_word
             return
-        for each in self.parameters if not self.retired else ():
+        if self.retired:
+            return
+        self._drop_passes()
+        for each in self.parameters:
             if owner_of(each.parameter) in (None, self):
                 note_outlived(each.parameter, each.name)
 
@@ -632,19 +629,10 @@ class _Route(Enum):
     """True if some pass has reached the module without going through outputs of its forward."""
 
 
-class _Triggers(NamedTuple):
-    """The triggers on parameters."""
-
-    buckets: BucketsInUse | None
-    """The buckets that they are for; None if they are to be placed anew."""
-    on: dict[int, Parameter]
-    """The parameters that have one, by number."""
-
-
 class _OpenPass:
     """A pass under way that may reach the module."""
 
-    __slots__ = ("came", "is_expected", "snapshot", "synchronises", "this")
+    __slots__ = ("came", "hooks", "is_expected", "snapshot", "synchronises", "this")
 
     def __init__(self, this: BackwardPass, snapshot: GradientSnapshot, synchronises: bool) -> None:
         self.this = this
@@ -653,6 +641,8 @@ class _OpenPass:
         self.synchronises = synchronises
         self.is_expected = False
         """True if it has gone through outputs of a forward."""
+        self.hooks: PassHooks | None = None
+        """What it has put onto the parameters in place of their hooks."""
         self.came: Sequence[int] = ()
         """The gradients that have come in it, as far as is known, by position in the look."""
 

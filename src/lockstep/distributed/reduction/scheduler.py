@@ -186,7 +186,7 @@ class GroupScheduler(PassObserver):
             for module, parameters in reduced:
                 if parameters:
                     with steps:
-                        module.run_held_hooks(parameters)
+                        module.run_hooks(parameters)
         if modules:
             self.decisions.round_ended()
         steps.end()

@@ -3,23 +3,26 @@
 The reducer that claimed a parameter last synchronises it, even after a wrapper has been dropped. So the replicated
 module holds the reducer, which does not refer back to it. An attribute of the module would be visible and copied.
 Instead, one of the dictionaries that every module has, an empty one if there is any, is replaced by a subclass that
-carries the reducer; it is copied and pickled as the plain dictionary. When the module is gone, the next gradient of a
-parameter that is left raises an error.
+carries the reducer; it is copied and pickled as the plain dictionary. (A map from modules to reducers would never let
+go of a module to which its reducer leads back, as through the state of a communication hook:
+test_nothing_is_left_of_a_module.) When the module is gone, the next gradient of a parameter that is left raises an
+error.
 
-Autograd runs a parameter's post-accumulate hooks before its gradient is reduced. An optimizer step in such a hook would
-use the local gradient, so hooks that users register, before or after replicating, are held back. At the end of a
-backward that synchronises, each runs once for every parameter that any rank has used since the last one, on all ranks
-(even where the parameter was not used), so that replicas stay equal. Copies and pickles of a parameter have no hooks.
+Between passes nothing of the library is on a parameter. Autograd runs a parameter's post-accumulate hooks before its
+gradient is reduced, and an optimizer step in such a hook would use the local gradient. So users' hooks are taken off
+when a pass begins, and put back when it is over (:class:`PassHooks`). At the end of a backward that synchronises, each
+runs once for every parameter that any rank has used since the last one, on all ranks (even where the parameter was not
+used), so that replicas stay equal.
 
 The reducer finds gradients without hooks when a pass is over (``engine.py``). A *trigger* lets it look earlier: in each
-bucket, the parameter whose gradient came last in an earlier backward has one.
+bucket, the parameter whose gradient came last in an earlier backward has one while a pass runs.
 
 On an accelerator autograd accumulates each gradient on the stream on which a forward has made the parameter's
 ``AccumulateGrad`` node, and lets other streams wait for it only at the end of the pass. So a bucket may be copied
 earlier only on that stream, if all of its gradients have the same. The first trigger of a parameter notes the stream,
 and the node is kept from then on, since the next forward could make another one on another stream.
 
-Hooks refer to their reducer weakly, since the garbage collector does not see references held by hooks.
+Triggers refer to their reducer weakly, since the garbage collector does not see references held by hooks.
 """
 
 import copy
@@ -28,7 +31,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import compress
 from operator import attrgetter
 from typing import Any, Protocol
 from weakref import ref
@@ -36,11 +38,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Module, Parameter
 
 from lockstep._base.buckets import TensorSpec, contiguous_stride, dense_stride
-from lockstep._base.compiler import call_outside, is_in_compiled_backward
 from lockstep._base.devices import is_accelerator
 from lockstep._base.dtensors import local_part, matching_gradient
 from lockstep._base.inner_tensors import check_trained, is_plain
@@ -155,9 +156,6 @@ class Owner(Protocol):
     def present(self) -> list[Parameter]:
         """Return the parameters that its module still has."""
 
-    def hold_hooks(self) -> None:
-        """Note that a parameter has hooks of the user, to be run after its gradient has been reduced."""
-
     def gradient_triggered(self, index: int) -> None:
         """Note that autograd has accumulated the gradient of parameter ``index``, which has a trigger."""
 
@@ -178,6 +176,9 @@ _generation = 0
 def claim(parameters: Iterable[Parameter], owner: Owner) -> None:
     """Let ``owner``, and no other reducer, synchronise the gradients of these parameters from now on."""
     global _generation
+    parameters = list(parameters)
+    for hooks in filter(None, map(hooks_of, parameters)):
+        hooks.pop(_OUTLIVED, None)
     with _lock:
         for number in [number for number, known in _owners.items() if known() is None]:
             del _owners[number]
@@ -261,8 +262,8 @@ def _restore_owners(earlier: Mapping[int, "ref[Owner] | None"]) -> None:
         _generation += 1
 
 
-TRIGGER_KEY = -1
-"""The key of a trigger among a parameter's hooks; keys of PyTorch begin at 0."""
+_OUTLIVED = -1
+"""The key of an :class:`OutlivedHook` among a parameter's hooks; keys of PyTorch begin at 0."""
 hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -316,126 +317,82 @@ class OutlivedHook:
 
 def note_outlived(parameter: Parameter, name: str) -> None:
     """Let the next gradient of a parameter whose reducer is gone raise an error."""
-    earlier: Mapping[int, Any] | None = hooks_of(parameter)
-    hooks: OrderedDict[int, Any] = OrderedDict(earlier or {})
-    hooks[TRIGGER_KEY] = OutlivedHook(name)
-    parameter._post_accumulate_grad_hooks = hooks
+    hooks: dict[int, Any] | None = hooks_of(parameter)
+    if hooks is None:
+        hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+    hooks[_OUTLIVED] = OutlivedHook(name)
 
 
-class HeldHook:
-    """A user's hook, held back until the gradient is reduced."""
+class _InPass(dict[Any, Any]):
+    """The hooks that a parameter has while a pass runs: triggers. Users' hooks are aside, also those that a program
+    registers or removes meanwhile."""
 
-    __slots__ = ("_earlier", "_key", "_reducer", "hook")
+    __slots__ = ("__weakref__", "aside")
 
-    def __init__(
-        self,
-        hook: Callable[[Parameter], None],
-        reducer: Callable[[], Owner | None],
-        key: int = -1,
-        earlier: Mapping[int, Any] | None = None,
-    ) -> None:
-        self.hook = hook
-        self._reducer = reducer
-        self._key = key
-        self._earlier = earlier
-
-    def __call__(self, parameter: Parameter) -> None:
-        """Do nothing, since the gradient may not be reduced yet; without a reducer, call the user's hook at once."""
-        if is_compiling() and not is_in_compiled_backward():
-            call_outside(self, parameter)
-        elif self._reducer() is None:
-            self.run(parameter)
-
-    def run(self, parameter: Parameter) -> None:
-        """Call the user's hook, unless its handle has removed it."""
-        if self._earlier is None or self._key in self._earlier:
-            self.hook(parameter)
-
-    def moved_to(self, reducer: Callable[[], Owner | None], key: int, earlier: Mapping[int, Any]) -> "HeldHook":
-        """Return the same hook for another reducer; the user's handle still removes it from the dictionary in which it
-        was registered."""
-        return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
-
-
-class HookDictionary(OrderedDict[int, Any]):
-    """A parameter's post-accumulate hooks: a trigger, if it has one, and held users' hooks."""
-
-    def __init__(self, reducer: Owner) -> None:
+    def __init__(self, aside: "OrderedDict[int, Any] | None") -> None:
         super().__init__()
-        self._reducer = weakref.ref(reducer)
+        self.aside = aside
+
+    def __bool__(self) -> bool:
+        return True
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        super().__setitem__(key, HeldHook(hook, self._reducer))
-        self._tell()
+        if self.aside is None:
+            self.aside = OrderedDict()
+        self.aside[key] = hook
 
-    def set_trigger(self, trigger: Callable[[Parameter], object]) -> None:
-        """Call ``trigger`` when autograd has accumulated a gradient."""
-        super().__setitem__(TRIGGER_KEY, trigger)
+    def __contains__(self, key: object) -> bool:
+        return self.aside is not None and key in self.aside
 
-    def take_over(self, earlier: Mapping[int, Any]) -> None:
-        """Hold the users' hooks of an earlier dictionary; their handles still work."""
-        for key, hook in earlier.items():
-            if key != TRIGGER_KEY:
-                held = hook if isinstance(hook, HeldHook) else HeldHook(hook, self._reducer)
-                super().__setitem__(key, held.moved_to(self._reducer, key, earlier))
-                self._tell()
+    def __delitem__(self, key: int) -> None:
+        if self.aside is not None:
+            del self.aside[key]
 
-    def held(self, reducer: Owner) -> list[HeldHook]:
-        """Return the users' hooks that are held for a reducer."""
-        return [hook for hook in self.values() if isinstance(hook, HeldHook)] if self.belongs_to(reducer) else []
-
-    def belongs_to(self, reducer: Owner) -> bool:
-        """Return True if the hooks are held for this reducer."""
-        return self._reducer() is reducer
-
-    def _tell(self) -> None:
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.hold_hooks()
+    def put(self, trigger: Trigger) -> None:
+        """Call ``trigger`` when autograd has accumulated a gradient; modules that share a parameter have one each."""
+        super().__setitem__(trigger, trigger)
 
 
-def hold(parameter: Parameter, reducer: Owner) -> HookDictionary:
-    """Hold the hooks of a parameter, also ones registered later; take over those held for an earlier reducer."""
-    earlier = parameter._post_accumulate_grad_hooks
-    if isinstance(earlier, HookDictionary) and earlier.belongs_to(reducer):
-        return earlier
-    hooks = HookDictionary(reducer)
-    parameter._post_accumulate_grad_hooks = hooks
-    if earlier:
-        hooks.take_over(earlier)
-    return hooks
+class PassHooks:
+    """What a pass has put onto parameters in place of their hooks, until :meth:`put_back`."""
+
+    def __init__(self, parameters: Sequence[Parameter], triggers: Iterable[tuple[Parameter, Trigger]]) -> None:
+        self._changed: list[Parameter] = []
+        self.has_users = False
+        """True if any of the parameters has users' hooks."""
+        for parameter, hooks in zip(parameters, map(hooks_of, parameters), strict=True):
+            if hooks is not None:
+                self.has_users = self.has_users or bool(hooks.aside if isinstance(hooks, _InPass) else hooks)
+                if hooks:
+                    self._replace(parameter)
+        for parameter, trigger in triggers:
+            self._replace(parameter).put(trigger)
+
+    def _replace(self, parameter: Parameter) -> _InPass:
+        hooks = hooks_of(parameter)
+        if isinstance(hooks, _InPass):  # of another module, or of a pass around this one, which puts back
+            return hooks
+        ours = parameter._post_accumulate_grad_hooks = _InPass(hooks)
+        self._changed.append(parameter)
+        return ours
+
+    def put_back(self) -> None:
+        """Put back the hooks of before."""
+        for parameter in self._changed:
+            ours = hooks_of(parameter)
+            if isinstance(ours, _InPass):
+                # Autograd keeps the dictionary if None takes its place, and would go on to call what is in it.
+                ours.clear()
+                parameter._post_accumulate_grad_hooks = ours.aside  # type: ignore[assignment]  # None: no hooks
+        self._changed.clear()
 
 
-def hold_all(parameters: Sequence[Parameter], reducer: Owner) -> None:
-    """Hold the hooks of those parameters that have any."""
-    for parameter in compress(parameters, map(hooks_of, parameters)):
-        hold(parameter, reducer)
-
-
-def remove_trigger(parameter: Parameter) -> None:
-    """Remove the trigger of a parameter; autograd calls nothing for a parameter without hooks."""
+def users_hooks_of(parameter: Parameter) -> Sequence[Callable[[Parameter], None]]:
+    """Return the hooks that users have registered on a parameter, also while a pass has put them aside."""
     hooks = hooks_of(parameter)
-    if isinstance(hooks, HookDictionary):
-        hooks.pop(TRIGGER_KEY, None)
-        if not hooks:
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # None: no hooks
-
-
-def release(parameter: Parameter, reducer: Owner) -> None:
-    """Stop holding the hooks of a parameter that ``reducer`` no longer synchronises; users' hooks stay on it."""
-    hooks = parameter._post_accumulate_grad_hooks
-    if isinstance(hooks, HookDictionary) and hooks.belongs_to(reducer):
-        held = [(key, hook) for key, hook in hooks.items() if key != TRIGGER_KEY]
-        of_nobody = ((key, hook.moved_to(lambda: None, key, hooks)) for key, hook in held)
-        parameter._post_accumulate_grad_hooks = OrderedDict(of_nobody)
-
-
-def run_held_hooks(parameters: Iterable[Parameter], reducer: Owner) -> None:
-    """Run users' hooks of parameters whose gradients ``reducer`` has reduced."""
-    for parameter in parameters:
-        hooks = parameter._post_accumulate_grad_hooks
-        for hook in hooks.held(reducer) if isinstance(hooks, HookDictionary) else ():
-            hook.run(parameter)
+    if isinstance(hooks, _InPass):
+        hooks = hooks.aside
+    return [hook for key, hook in hooks.items() if key != _OUTLIVED] if hooks else ()
 
 
 def can_have_gradient(tensor: Parameter) -> bool:

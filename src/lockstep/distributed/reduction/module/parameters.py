@@ -46,7 +46,6 @@ from lockstep.distributed.reduction.module.managed_parameters import (
     can_have_gradient,
     claim,
     owner_of,
-    release,
     restore_later,
 )
 from lockstep.distributed.reduction.module.selection import Contents, Selection, describe_parameter
@@ -334,9 +333,6 @@ class ParameterSet:
         if self._next is None:
             return False
         owner = self._owner_now
-        for old in self._agreed.tensors:
-            if id(old) not in self._next.by_id:
-                release(old, owner)
         self._use(self._next)
         self._next = None
         self.added = ()
