@@ -263,34 +263,6 @@ def rooms() -> str:
     return p.svg()
 
 
-def phases() -> str:
-    """Return what may follow what in a round of gradients."""
-    p = Picture(960, 250, "The phases of a round of gradients")
-    for x, y, name, colour in (
-        (230, 30, "FILLING", BLUE), (500, 30, "FINALIZING", BLUE), (770, 30, "REDUCED", GREEN),
-        (500, 170, "ABORTED", ORANGE), (770, 170, "APPLIED", GREEN),
-    ):  # fmt: skip
-        p.box(x, y, 120, 50, colour, name, 13)
-    p.arrow(60, 55, 229, 55)
-    p.text(70, 30, "the first gradient, or the", 11, "start")
-    p.text(70, 45, "end of a pass without one", 11, "start")
-    p.arrow(351, 55, 499, 55)
-    p.text(425, 47, "backward has ended", 11)
-    p.arrow(621, 55, 769, 55)
-    p.text(695, 47, "all has arrived", 11)
-    p.arrow(300, 81, 499, 185)
-    p.text(280, 145, "backward has failed", 11)
-    p.arrow(560, 81, 560, 169)
-    p.text(572, 130, "this rank's part has failed", 11, "start")
-    p.arrow(830, 81, 830, 169)
-    p.text(840, 115, "the verdict has", 11, "start")
-    p.text(840, 130, "no error: gradients", 11, "start")
-    p.text(840, 145, "are copied out", 11, "start")
-    p.arrow(499, 208, 400, 208)
-    p.text(392, 212, "the others are told", 11, "end")
-    return p.svg()
-
-
 def balance() -> str:
     """What each rank does in a step, before and after shares and samples are dealt by what they cost."""
     p = Picture(
@@ -349,7 +321,6 @@ PICTURES = {
     "balance.svg": balance,
     "shares.svg": tree_of_shares,
     "rooms.svg": rooms,
-    "phases.svg": phases,
 }
 
 if __name__ == "__main__":

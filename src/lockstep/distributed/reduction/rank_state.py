@@ -6,24 +6,25 @@ do; its backward passes do not synchronise; or its parameters, buffers or hook d
 agreed on, which it reports.
 
 A rank that has run out of data runs its last batch again, so that its program stays in step (:class:`PaddingBatch`).
-Its parameters get no gradient from that batch, not even if backward does not go through the module's forward or runs
-under ``no_sync()``, and its buffers stay as they were. Then it takes part in the round without a contribution, and gets
-the reduced gradients as all other ranks do.
+What its parameters have accumulated is set aside while a pass of that batch runs, and put back at its end, also if
+backward does not go through the module's forward or runs under ``no_sync()``; so are its buffers. Then it takes part in
+the round without a contribution, and gets the reduced gradients as all other ranks do.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import compress
+from typing import NamedTuple
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep._base.optimizer_steps import has_any
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
+from lockstep.distributed.reduction.module.buffers import KeptBuffers
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.module.parameters import ParameterSet
-from lockstep.distributed.reduction.padding import PaddingBatch
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.report.pass_log import PassLog, StepLog
 from lockstep.distributed.reduction.report.status import Part, Status
@@ -77,6 +78,15 @@ class Contribution:
         used = {id(each.parameter) for each in compress(self._parameters, self.used)}
         found = bytearray(id(each.parameter) in used for each in parameters)
         return Contribution(parameters, self.window, found, self.is_local)
+
+
+class PaddingBatch(NamedTuple):
+    """A batch that a rank runs again because it has run out."""
+
+    members: Sequence[ManagedParameter]
+    """The parameters of the module when the batch begins, which must not change in it."""
+    buffers: KeptBuffers
+    """What the module has got from the last round, which it gets back after each pass of the batch."""
 
 
 _NO_PASS = 0, 0, 0
@@ -208,7 +218,7 @@ class RankState:
         """
         self._in_round = False
         if not opened and self.padding_batch is not None:
-            self.padding_batch.undo()
+            self.padding_batch.buffers.give_back()
         self.contribution.forget()
         self.passes.end_round()
         self.steps.end_round(known=knows_steps)
@@ -217,7 +227,7 @@ class RankState:
         """Note that a backward pass without a round is over, and whether it has ``accumulated`` gradients."""
         self._in_round = False
         if self.padding_batch is not None:
-            self.padding_batch.undo()
+            self.padding_batch.buffers.give_back()
         if accumulated or self.padding_batch is not None:
             self.contribution.window.pass_ended()
         self.passes.end_pass()
@@ -241,12 +251,13 @@ class RankState:
         called, through, unused_forwards = _NO_PASS if passive or part is Part.SKIPS else self.passes.summarize()
         if loops.skips_next and part is not Part.FAILED:
             part = Part.SKIPS
-        if loops.batch:  # batches are compared, so that a forward beside them is none that was skipped
+        batch = loops.batch
+        if batch:  # batches are compared, so that a forward beside them is none that was skipped
             unused_forwards = 0
         weights = window.weights
         return Status(
             round=number,
-            batch=loops.batch,
+            batch=batch,
             part=part,
             stops=loops.asks_to_stop,
             ends=loops.innermost.batch.ends,
@@ -290,10 +301,15 @@ class RankState:
         self.look_for_changes()
         self.padding_batch = PaddingBatch(self._members.here, self._buffers.keep())
 
+    def keep_padding(self) -> None:
+        """Note that the rank has taken part in a round, after which the module has other buffers."""
+        if self.padding_batch is not None:
+            self.padding_batch = self.padding_batch._replace(buffers=self._buffers.keep())
+
     def end_padding_batch(self) -> None:
         """End the batch: the loop goes on."""
         if self.padding_batch is not None:
-            self.padding_batch.end()
+            self.padding_batch.buffers.give_back()
         self.padding_batch = None
 
     def drop_gradients(self) -> None:

@@ -21,8 +21,8 @@ file:
    sent, without a flag. If the module of any rank has other parameters than before, all ranks agree on the parameters
    again (``parameters.py``), and reduce the gradients of new ones in the same round.
 
-If backward fails, the round is aborted instead: this rank sends the messages that the other ranks wait for, and a
-report that says so.
+If backward fails on this rank, it sends the messages that the other ranks wait for, with zeros, and a report that says
+so.
 
 Lifetimes: the replicated module keeps the reducer alive (``managed_parameters.py``). Gradients live in
 buckets (``buckets.py``). The gradients and weights that a rank has accumulated since the last round are its
@@ -37,8 +37,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
+from itertools import repeat
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -53,7 +55,7 @@ from lockstep.distributed.reduction.autograd.engine import (
 )
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot
 from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
-from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
+from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse, set_grads
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import (
     ManagedParameter,
@@ -67,7 +69,6 @@ from lockstep.distributed.reduction.module.managed_parameters import (
     users_hooks_of,
 )
 from lockstep.distributed.reduction.module.selection import APPLIED_IN_BACKWARD, check_optimizers
-from lockstep.distributed.reduction.padding import PaddingBatch
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.report.pass_log import ForwardMark
 from lockstep.distributed.reduction.report.status import Part
@@ -167,6 +168,8 @@ class Reducer:
             on = [(self.parameters[number].parameter, trigger) for number, trigger in self._triggers.items()]
             watched.hooks = PassHooks(parameters, on)
             self._has_hooks = watched.hooks.has_users
+        if own.padding_batch is not None:
+            watched.set_aside()
         return watched
 
     def _look_for_retyped(self) -> None:
@@ -402,7 +405,7 @@ class Reducer:
         with self._lock:
             try:
                 if self.rank_state.padding_batch is not None:
-                    return self._finalize_padding(self.rank_state.padding_batch, part)
+                    return self._finalize_padding(part)
                 watched = self._open_passes[-1] if self._open_passes else None
                 if watched is None or not (watched.came or self._round is not None):
                     # This rank has no gradient of the module, but another rank may have.
@@ -428,10 +431,13 @@ class Reducer:
             raise
         return self._finish(part)
 
-    def _finalize_padding(self, batch: PaddingBatch, part: Part) -> Sequence[Parameter]:
+    def _finalize_padding(self, part: Part) -> Sequence[Parameter]:
         """Finalize at a padding batch: contribute the gradients that were accumulated before it, if there are any."""
-        batch.undo()
         own = self.rank_state
+        for watched in self._open_passes:
+            watched.put_back()
+        if own.padding_batch is not None:
+            own.padding_batch.buffers.give_back()
         something = own.contribution.is_something(self._members.added)
         if not something and part is Part.FULL:
             part = Part.PADDING
@@ -440,7 +446,7 @@ class Reducer:
                 self._open_without_gradient()
                 return self._finish(part)
         finally:
-            batch.round_ended(self.buffers.keep())
+            own.keep_padding()
 
     def _open_without_gradient(self) -> None:
         self._check_alive()
@@ -486,8 +492,8 @@ class Reducer:
         """End the backward pass, with or without an error; ``failed``: all ranks know that its round has failed."""
         with self._lock:
             watched = self._open_passes.pop() if self._open_passes else None
-            if watched is not None and watched.hooks is not None:
-                watched.hooks.put_back()
+            if watched is not None and (watched.hooks or watched.aside):
+                watched.put_back()
             accumulated = watched is not None and bool(watched.came) and not watched.synchronises
             del watched  # whose references would look like the program's
             ended, self._round = self._round, None
@@ -525,9 +531,7 @@ class Reducer:
     def pass_leaves(self) -> None:
         """Note that the innermost pass is over, and has not reached the module."""
         with self._lock:
-            watched = self._open_passes.pop()
-            if watched.hooks is not None:
-                watched.hooks.put_back()
+            self._open_passes.pop().put_back()
 
     @torch.no_grad()
     def abort(self) -> None:
@@ -556,7 +560,7 @@ class Reducer:
             raise
         assert self._round is not None
         current = self._aborted = self._round
-        current.abort(self.rank_state.status(current.number, part, current.passive))
+        current.fail(self.rank_state.status(current.number, part, current.passive))
         self.decisions.note_aborted(self.finish_aborted)
 
     def finish_aborted(self) -> None:
@@ -565,7 +569,7 @@ class Reducer:
             with self._lock:
                 aborted, self._aborted = self._aborted, None
                 if aborted is not None:
-                    aborted.finish_aborted()
+                    aborted.finish_failed()
 
     def is_in_reach(self, reach: ReachableLeaves) -> bool:
         """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
@@ -632,7 +636,7 @@ class _Route(Enum):
 class _OpenPass:
     """A pass under way that may reach the module."""
 
-    __slots__ = ("came", "hooks", "is_expected", "snapshot", "synchronises", "this")
+    __slots__ = ("aside", "came", "hooks", "is_expected", "snapshot", "synchronises", "this")
 
     def __init__(self, this: BackwardPass, snapshot: GradientSnapshot, synchronises: bool) -> None:
         self.this = this
@@ -643,8 +647,24 @@ class _OpenPass:
         """True if it has gone through outputs of a forward."""
         self.hooks: PassHooks | None = None
         """What it has put onto the parameters in place of their hooks."""
+        self.aside: Sequence[Tensor | None] = ()
+        """The gradients from before it, if it counts nothing."""
         self.came: Sequence[int] = ()
-        """The gradients that have come in it, as far as is known, by position in the look."""
+        """The gradients that have come in it, as far as is known, by position in the snapshot."""
+
+    def set_aside(self) -> None:
+        """Let no parameter have a gradient until :meth:`put_back`: the pass counts nothing."""
+        self.aside = self.snapshot.grads
+        set_grads(self.snapshot.parameters, repeat(None))
+
+    def put_back(self) -> None:
+        """Give the parameters back what the pass has taken off them: hooks, and gradients."""
+        hooks, self.hooks = self.hooks, None
+        if hooks is not None:
+            hooks.put_back()
+        aside, self.aside = self.aside, ()
+        if aside:
+            set_grads(self.snapshot.parameters, aside)
 
 
 @cache  # once in a process

@@ -80,9 +80,9 @@ class ReportTransport:
         """Return what the reports of all ranks add up to."""
         return self._layout.read(row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row)
 
-    def read_aborted(self, row: Tensor | None) -> Report | None:
-        """Return the reports of a round aborted on this rank; None if it sent none, or with another layout."""
-        return None if row is None or row.numel() != self._layout.numel else self.read(row)
+    def read_earlier(self, row: Tensor) -> Report | None:
+        """Return the reports of a round before; None if this rank sent none in it, or with another layout."""
+        return self.read(row) if row.numel() == self._layout.numel else None
 
     def take_buffers(self, row: Tensor) -> None:
         """Assign the small buffers received in ``row``, the one behind the last bucket, or in :attr:`own_buffers`."""

@@ -1,16 +1,16 @@
 """A round: the reduction of one backward pass of one replicated module.
 
 It is made when a backward pass that synchronises reaches the module, and dropped when the pass is over. Meanwhile it
-records which gradients have come, and which buckets have been sent or have arrived; :class:`RoundState` has its states.
-When backward fails, the round is aborted: this rank sends the buckets that the others wait for, without gradients, and
-a report that says so. An aborted round is kept until its messages have arrived. The program does not wait for that,
-unless calls of the communication hook have to wait for each other.
+records which gradients have come, and which buckets have been sent or have arrived.
+
+There is one way through a round. A rank whose backward has failed, or that has nothing to give, sends the same messages
+as the others, with zeros; only its status says so. Its round is kept until its messages have arrived: the program does
+not wait for that, unless calls of the communication hook have to wait for each other.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from enum import IntEnum, auto
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from lockstep.distributed.reduction.autograd.graph import has_means
 from lockstep.distributed.reduction.buckets.comm_hooks import Waitable
 from lockstep.distributed.reduction.buckets.gradient_buckets import (
     NO_ROW,
+    CopiedIn,
     GradientBucket,
     SparseBucket,
     reduce_late,
@@ -35,21 +36,6 @@ from lockstep.distributed.reduction.report.status import Part, Status, Sums
 from lockstep.distributed.reduction.report.verdict import Verdict, judge, judge_loops
 from lockstep.distributed.reduction.report_transport import GatheredStatuses
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
-
-
-class RoundState(IntEnum):
-    """Where a round is."""
-
-    FILLING = auto()
-    """Backward runs: gradients come, full buckets are sent. FINALIZING or ABORTED follows."""
-    FINALIZING = auto()
-    """Backward has ended: the remaining buckets are sent, and all are waited for. REDUCED or ABORTED follows."""
-    REDUCED = auto()
-    """The gradients of all ranks have been summed. APPLIED follows, or nothing: the verdict drops them."""
-    APPLIED = auto()
-    """The parameters have their gradients; nothing follows."""
-    ABORTED = auto()
-    """This rank has failed, and has told the others; nothing follows."""
 
 
 class Round:
@@ -64,7 +50,10 @@ class Round:
         self.passive = passive
         self.status: Status | None = None
         """What this rank says in the report, once backward has ended or failed."""
-        self.phase = RoundState.FILLING
+        self.has_failed = False
+        """True if this rank has failed, and sends zeros from then on."""
+        self.is_applied = False
+        """True if the parameters have their gradients."""
         self.buckets = common.buckets
         self.next_bucket = 0
         """The first bucket that has not been sent."""
@@ -74,8 +63,7 @@ class Round:
         self._own = own
         self._used = own.contribution.used
         self._behind = NO_ROW  # the report behind the last bucket
-        self._aborted_row: Tensor | None = None
-        self._aborted_statuses: GatheredStatuses | None = None
+        self._statuses: GatheredStatuses | None = None  # asked for by this rank, which has failed
         self._decisions = common.decisions
         self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
         self._batch = self._decisions.batch
@@ -100,11 +88,6 @@ class Round:
         return kept
 
     @property
-    def is_applied(self) -> bool:
-        """True if the parameters have their gradients."""
-        return self.phase is RoundState.APPLIED
-
-    @property
     def is_joined(self) -> bool:
         """True if this rank has run out of batches in ``Join``."""
         return self.status is not None and self.status.part is Part.JOINED
@@ -112,7 +95,7 @@ class Round:
     @property
     def has_begun(self) -> bool:
         """True if anything of this round may have been sent to the other ranks."""
-        return self.next_bucket > 0 or self.phase is not RoundState.FILLING
+        return self.next_bucket > 0 or self.status is not None
 
     # ------------------------------------------------------------------------ filling: gradients come
 
@@ -156,14 +139,14 @@ class Round:
         return all(pending.done() for pending in self._pending)  # else an earlier call has to be waited for
 
     def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, blocking: bool = False) -> None:
-        """Send a bucket.
+        """Send a bucket; zeros in place of its gradients if this rank has failed.
 
         ``used``: for each parameter, True if it has got a gradient since the last round; None: all of the bucket have.
         With ``blocking`` nothing else is launched.
         """
         common = self._common
         with common.collectives.phases.phase("collect"):
-            copied = bucket.copy_in(used)
+            copied = self._zeros_of(bucket) if self.has_failed else bucket.copy_in(used)
             self._undefined.extend(copied.undefined)
             if bucket is self.buckets.report_bucket:
                 self._write_behind(copied.row)
@@ -175,6 +158,14 @@ class Round:
         else:
             self._all_reduce(copied.flat, what, copied.factor, blocking)
         self.next_bucket += 1
+
+    def _zeros_of(self, bucket: GradientBucket) -> CopiedIn:
+        """Return zeros in new memory, as of :meth:`GradientBucket.copy_in`; the gradients stay where they are."""
+        try:
+            return bucket.zeros()
+        except (RuntimeError, MemoryError, OSError):  # there is no memory: that of sent buckets is freed when all are
+            self._wait_for_sent()
+            return bucket.zeros()
 
     def _begin_first_step(self, bucket: GradientBucket, flat: Tensor, what: str, blocking: bool = False) -> None:
         """Begin to reduce a bucket that takes a second step once all ranks know that none has failed; ``flat``: its
@@ -202,8 +193,6 @@ class Round:
 
     def end_filling(self) -> None:
         """Note that backward has ended: gradients that have not come count as zero."""
-        assert self.phase is RoundState.FILLING
-        self.phase = RoundState.FINALIZING
         for bucket in self.buckets.in_order[: self.next_bucket]:
             if bucket.has_gradients:
                 late = [member.index for member in bucket.members if member.parameter.grad is not None]
@@ -218,27 +207,37 @@ class Round:
         """Launch the remaining buckets, the buffers that are not in the report, and the report with the ``status``."""
         self.status = status
         common, row = self._common, self._common.transport.own_row
-        has_large = common.buffers.prepare_large()
+        has_large = common.buffers.prepare_large(zeros=self.has_failed)
         used = self._used if 0 in self._used else None
         for bucket in self.buckets.in_order[self.next_bucket :]:
             is_last = bucket is self.buckets.report_bucket and not has_large and row is None
-            self._launch_bucket(bucket, used, blocking=is_last)
+            self._launch_bucket(bucket, used, blocking=is_last and not self.has_failed)
         if common.hook.hook:
             self._order_hook_calls(common.device)
         if has_large:
             common.buffers.send_large()
         if row is not None:
-            self._send_own(row, "report")
+            self._send_own(row)
 
-    def _send_own(self, row: Tensor, what: str) -> None:
+    def fail(self, status: Status) -> None:
+        """Send what the other ranks wait for, with zeros, and the ``status``, without waiting: this rank has failed.
+
+        A communication hook runs on buckets of zeros, because those of the other ranks wait for its messages.
+        """
+        self.has_failed = True
+        self.launch_rest(status)
+        self._statuses = self._gather_statuses()  # as the report tells all ranks
+        if status.part is Part.FAILED:  # the error may end the process
+            self._statuses.linger()
+
+    def _send_own(self, row: Tensor) -> None:
         """Send the report if it does not travel behind a bucket."""
         transport = self._common.transport
         self._write_report(row)
         if transport.own_buffers is not None:
             transport.write_buffers(transport.own_buffers, self._said)
             self._all_reduce(transport.own_buffers, "small buffers")
-        waits = self.phase is not RoundState.ABORTED  # nobody waits for a report that says so
-        self._all_reduce(row, what, blocking=waits)
+        self._all_reduce(row, "report", blocking=not self.has_failed)
 
     def _write_behind(self, row: Tensor) -> None:
         """Write what is sent behind the last bucket: the report, or small buffers alone."""
@@ -247,6 +246,12 @@ class Round:
             self._write_report(row)
         else:
             self._common.transport.write_buffers(row, self._said)
+
+    @property
+    def _row(self) -> Tensor:
+        """The row in which the report travels."""
+        own = self._common.transport.own_row
+        return self._behind if own is None else own
 
     @property
     def _said(self) -> Status:
@@ -266,8 +271,6 @@ class Round:
             for pending in self._pending:
                 pending.wait()
         comm_stats.has_waited(time.perf_counter())
-        assert self.phase is RoundState.FINALIZING
-        self.phase = RoundState.REDUCED
 
     # -------------------------------------------------------------- reduced: the verdict is carried out
 
@@ -278,7 +281,7 @@ class Round:
         every rank if the ranks were not in the same round.
         """
         common, transport, own = self._common, self._common.transport, self._own
-        report = transport.read(self._behind if transport.own_row is None else transport.own_row)
+        report = transport.read(self._row)
         if report.sums is not None and self._names_ranks(report.sums):
             report = report._replace(statuses=self._wait_for_statuses(report.sums))
         ranks = common.collectives
@@ -369,7 +372,7 @@ class Round:
         if verdict.is_usual:
             for bucket in self.buckets.in_order:
                 bucket.copy_out(verdict.used)
-            self.phase = RoundState.APPLIED
+            self.is_applied = True
             return
         factor = verdict.factor
         overdue = [*(self._common.parameters[index] for index in verdict.late), *added]
@@ -380,7 +383,7 @@ class Round:
             bucket.copy_out(verdict.used)
         for each in late:
             each.copy_out(factor)
-        self.phase = RoundState.APPLIED
+        self.is_applied = True
 
     def _take_second_steps(self) -> None:
         """Complete the buckets that have only begun so far, on all ranks."""
@@ -395,54 +398,15 @@ class Round:
         used = [self._common.parameters[i] for i in (*placed, *self.buckets.unbucketed) if verdict.uses(i)]
         return [each.parameter for each in (*used, *added)]
 
-    # -------------------------------------------------------------------- aborted: backward has failed
+    # -------------------------------------------------------------------- failed: nobody has waited
 
-    def abort(self, status: Status) -> None:
-        """Send zeros in place of what the other ranks wait for, in the order of :meth:`launch_rest`, and the ``status``
-        of this rank, which has failed.
-
-        A communication hook runs on buckets of zeros, because those of the other ranks wait for its messages.
-        """
-        assert self.phase < RoundState.REDUCED
-        self.phase, self.status = RoundState.ABORTED, status
-        common = self._common
-        while self.next_bucket < len(self.buckets.in_order):
-            self._send_zeros(self.buckets.in_order[self.next_bucket])
-        if common.hook.hook and not common.collectives.follows_stream(common.device):
-            self._wait_aborted()
-        common.buffers.send_large(failed=True)
-        if common.transport.own_row is not None:
-            self._aborted_row = common.transport.own_row
-            self._send_own(self._aborted_row, "aborted report")
-        self._aborted_statuses = self._gather_statuses()  # as the report tells all ranks
-        if status.part is Part.FAILED:  # the error may end the process
-            self._aborted_statuses.linger()
-
-    def _send_zeros(self, bucket: GradientBucket) -> None:
-        common, zeros = self._common, self._allocate_or_wait(bucket.zeros)
-        if common.hook.hook:
-            if not common.collectives.follows_stream(zeros.device):  # see _order_hook_calls
-                self._wait_aborted()
-            self._pending.append(self._call_hook(bucket, zeros, accept=lambda _: None))
-        else:
-            if bucket is self.buckets.report_bucket:
-                row = zeros[bucket.planned.layout.numel :]
-                self._write_behind(row)
-                if common.transport.own_row is None:
-                    self._aborted_row = row
-            if bucket.half is not None or zeros.is_sparse:
-                self._begin_first_step(bucket, zeros, "aborted bucket")
-            else:
-                self._all_reduce(zeros, "aborted bucket")
-        self.next_bucket += 1
-
-    def finish_aborted(self) -> None:
-        """Return when all messages of a round that this rank has aborted have arrived, and its loop has read the
+    def finish_failed(self) -> None:
+        """Return when all messages of a round in which this rank has failed have arrived, and its loop has read the
         report."""
-        self._wait_aborted()
+        self._wait_for_sent()
         self._common.buffers.drop_large()
-        statuses = () if self._aborted_statuses is None else self._aborted_statuses.wait()
-        report = self._common.transport.read_aborted(self._aborted_row)
+        statuses = () if self._statuses is None else self._statuses.wait()
+        report = self._common.transport.read_earlier(self._row)
         if report is not None and report.sums is not None:
             self._decisions.update(judge_loops(report.sums, statuses), self._batch, self._loop, aborted=True)
 
@@ -454,40 +418,30 @@ class Round:
         collectives, begun = self._common.collectives, self._common.collectives.begun()
         try:
             with collectives.phases.phase("hook", f"{what}, round {self.number}"):
-                self._pending.append(self._call_hook(bucket, flat, bucket.accept))
+                is_last, common = bucket.index == len(self.buckets.in_order) - 1, self._common
+                accept = bucket.accept if not self.has_failed else lambda _: None
+                divisor, planned = self._divide_factor, common.is_planned
+                sent = common.hook.send(bucket, flat, is_last, collectives, divisor, accept=accept, planned=planned)
+                self._pending.append(sent)
         except BaseException as error:
             if begun is None or collectives.begun() != begun:
                 gist = shortened(f"{type(error).__name__}: {error}", LONGEST_HEADLINE)
                 collectives.lose(f"a communication hook raised {gist}, after it had begun to communicate")
             raise
 
-    def _call_hook(self, bucket: GradientBucket, flat: Tensor, accept: Callable[[Tensor], object]) -> Waitable:
-        is_last = bucket.index == len(self.buckets.in_order) - 1
-        common = self._common
-        return common.hook.send(
-            bucket, flat, is_last, common.collectives, self._divide_factor, accept=accept, planned=common.is_planned
-        )
-
     def _order_hook_calls(self, device: torch.device) -> None:
         """Wait for the calls of the hook so far, unless a stream orders them: a collective that a hook begins in a
         callback must not overtake one of the next call."""
         if not self._common.collectives.follows_stream(device):
-            while self._pending:
-                self._pending.pop(0).wait()
+            self._wait_for_sent()
 
-    def _wait_aborted(self) -> None:
+    def _wait_for_sent(self) -> None:
         while self._pending:
             try:
                 self._pending.pop(0).wait()
             except CommunicationError:
                 raise
-            except Exception as error:  # of a communication hook: its round has failed already
-                logging.getLogger("lockstep").debug("round %d, aborted: %r", self.number, error)
-
-    def _allocate_or_wait(self, make: Callable[[], Tensor]) -> Tensor:
-        """Return new memory; if there is none, first wait for sent buckets, and free their memory."""
-        try:
-            return make()
-        except (RuntimeError, MemoryError, OSError):
-            self._wait_aborted()
-            return make()
+            except Exception as error:  # of a communication hook
+                if not self.has_failed:
+                    raise
+                logging.getLogger("lockstep").debug("round %d, in which this rank has failed: %r", self.number, error)

@@ -177,9 +177,9 @@ class GradientBucket(ABC):
         member.check_parameter()
         self._unused.append((member, grad, local_part(grad).clone() if inside else None))
 
-    def zeros(self) -> Tensor:
-        """Return a tensor to send in place of what :meth:`copy_in` returns, without any gradient."""
-        return self.members[0].zeros().flatten()
+    def zeros(self) -> CopiedIn:
+        """Return what is sent in place of what :meth:`copy_in` returns, without any gradient."""
+        return CopiedIn(self.members[0].zeros().flatten())
 
 
 class SingleBucket(GradientBucket):
@@ -243,9 +243,9 @@ class SparseBucket(GradientBucket):
         self.is_dense, self._result = not taken.is_sparse, with_rows(taken) * self._scale
         return CopiedIn(self._result, 1.0, _undefined(member, grad))
 
-    def zeros(self) -> Tensor:
+    def zeros(self) -> CopiedIn:
         """See :meth:`GradientBucket.zeros`."""
-        return self.members[0].zeros()
+        return CopiedIn(self.members[0].zeros())
 
     def accept(self, summed: Tensor) -> None:
         """See :meth:`GradientBucket.accept`."""
@@ -368,9 +368,10 @@ class FlatBucket(GradientBucket):
             if grad is not None and not used[member.index]:
                 self._keep_unused(member, grad, is_inside)
 
-    def zeros(self) -> Tensor:
+    def zeros(self) -> CopiedIn:
         """See :meth:`GradientBucket.zeros`."""
-        return self._memory.zeros()
+        flat = self._memory.zeros()
+        return CopiedIn(flat, row=flat[self.planned.layout.numel :])
 
     def accept(self, summed: Tensor) -> None:
         """See :meth:`GradientBucket.accept`."""

@@ -174,20 +174,18 @@ class BufferSync:
                     values = values.to(torch.uint8).view(packed.group.travels_as)
                 packed.group.assign(values)
 
-    def prepare_large(self) -> bool:
+    def prepare_large(self, zeros: bool = False) -> bool:
         """Join the buffers that are not packed, before the report is sent, which can then tell of an error; return True
-        if there are any."""
-        if self._packing.large:
-            self._flats = self._put_together(self._packing.large)
+        if there are any.
+
+        ``zeros``: this rank has failed, perhaps here or while it sent them: as zeros, if they have not been joined.
+        """
+        if self._packing.large and not (zeros and self._flats):
+            self._flats = self._put_together(self._packing.large, zeros)
         return bool(self._packing.large)
 
-    def send_large(self, failed: bool = False) -> None:
-        """Start to send them: one collective for each device, or for each dtype if values are averaged.
-
-        ``failed``: the round has failed on this rank, perhaps here; send the rest, as zeros if nothing has been joined.
-        """
-        if failed and not self._flats:
-            self._flats = self._put_together(self._packing.large, zeros=True)
+    def send_large(self) -> None:
+        """Start to send them: one collective for each device, or for each dtype if values are averaged."""
         for flat, alike in self._flats[len(self._sent) :]:
             if self._averaged(alike[0][0]):
                 pending = self._collectives.all_reduce(flat, "buffers")
