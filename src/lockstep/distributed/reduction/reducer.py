@@ -55,7 +55,8 @@ from lockstep.distributed.reduction.autograd.engine import (
 )
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot
 from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
-from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse, set_grads
+from lockstep.distributed.reduction.buckets.bucket import set_grads
+from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import (
     ManagedParameter,

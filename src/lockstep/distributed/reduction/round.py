@@ -21,14 +21,10 @@ from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gat
 from lockstep.distributed.comm.rows import SumOfRows
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot, KeptGradient, find_kept, write_back
 from lockstep.distributed.reduction.autograd.graph import has_means
+from lockstep.distributed.reduction.buckets.bucket import NOTHING, Bucket, CopiedIn
 from lockstep.distributed.reduction.buckets.comm_hooks import Waitable
-from lockstep.distributed.reduction.buckets.gradient_buckets import (
-    NO_ROW,
-    CopiedIn,
-    GradientBucket,
-    SparseBucket,
-    reduce_late,
-)
+from lockstep.distributed.reduction.buckets.gradient_buckets import reduce_late
+from lockstep.distributed.reduction.buckets.plan import Kind
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
@@ -62,7 +58,7 @@ class Round:
         self._common = common
         self._own = own
         self._used = own.contribution.used
-        self._behind = NO_ROW  # the report behind the last bucket
+        self._behind = NOTHING  # the report behind the last bucket
         self._statuses: GatheredStatuses | None = None  # asked for by this rank, which has failed
         self._decisions = common.decisions
         self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
@@ -128,7 +124,7 @@ class Round:
             with torch.no_grad():
                 self._launch_bucket(bucket, None)
 
-    def _may_launch(self, bucket: GradientBucket) -> bool:
+    def _may_launch(self, bucket: Bucket) -> bool:
         # Ranks that use different parameters reach a mean inside of the pass at different times.
         if not self._common.is_ready or has_means():
             return False
@@ -138,7 +134,7 @@ class Round:
             return True
         return all(pending.done() for pending in self._pending)  # else an earlier call has to be waited for
 
-    def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, blocking: bool = False) -> None:
+    def _launch_bucket(self, bucket: Bucket, used: Sequence[int] | None, blocking: bool = False) -> None:
         """Send a bucket; zeros in place of its gradients if this rank has failed.
 
         ``used``: for each parameter, True if it has got a gradient since the last round; None: all of the bucket have.
@@ -159,22 +155,22 @@ class Round:
             self._all_reduce(copied.flat, what, copied.factor, blocking)
         self.next_bucket += 1
 
-    def _zeros_of(self, bucket: GradientBucket) -> CopiedIn:
-        """Return zeros in new memory, as of :meth:`GradientBucket.copy_in`; the gradients stay where they are."""
+    def _zeros_of(self, bucket: Bucket) -> CopiedIn:
+        """Return zeros in new memory, as of :meth:`Bucket.copy_in`; the gradients stay where they are."""
         try:
             return bucket.zeros()
         except (RuntimeError, MemoryError, OSError):  # there is no memory: that of sent buckets is freed when all are
             self._wait_for_sent()
             return bucket.zeros()
 
-    def _begin_first_step(self, bucket: GradientBucket, flat: Tensor, what: str, blocking: bool = False) -> None:
+    def _begin_first_step(self, bucket: Bucket, flat: Tensor, what: str, blocking: bool = False) -> None:
         """Begin to reduce a bucket that takes a second step once all ranks know that none has failed; ``flat``: its
         gradients."""
         if self._begun is None:
             self._begun = time.perf_counter()
         ranks, what = self._common.collectives, f"{what}, round {self.number}"
         both: MeanInHalf | SumOfRows
-        if isinstance(bucket, SparseBucket):
+        if bucket.planned.kind is Kind.SPARSE:
             both = SumOfRows(ranks, flat, bucket.is_dense, what, bucket.accept)
         else:
             assert bucket.half is not None
@@ -412,7 +408,7 @@ class Round:
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
 
-    def _send_through_hook(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
+    def _send_through_hook(self, bucket: Bucket, flat: Tensor, what: str) -> None:
         """Let the communication hook reduce a bucket, whose gradients are in ``flat``."""
         self._order_hook_calls(flat.device)
         collectives, begun = self._common.collectives, self._common.collectives.begun()

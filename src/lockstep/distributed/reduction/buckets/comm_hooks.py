@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buckets.gradient_buckets import GradientBucket
+from lockstep.distributed.reduction.buckets.bucket import Bucket
 from lockstep.errors import HookError
 
 
@@ -43,7 +43,7 @@ class GradBucket:
     Gradients are this rank's sums, not yet divided.
     """
 
-    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool, index: int) -> None:
+    def __init__(self, bucket: Bucket, buffer: Tensor, last: bool, index: int) -> None:
         self._index = index
         self._bucket = bucket
         self._buffer = buffer
@@ -124,7 +124,7 @@ class HookInUse:
         self.hook, self._offered = hook, None
         self.is_agreed = True
 
-    def _number(self, bucket: GradientBucket) -> int:
+    def _number(self, bucket: Bucket) -> int:
         parameters = [member.parameter for member in bucket.members]
         if bucket.index not in self._numbered:
             self._numbered[bucket.index] = _references(parameters)
@@ -138,7 +138,7 @@ class HookInUse:
 
     def send(
         self,
-        bucket: GradientBucket,
+        bucket: Bucket,
         buffer: Tensor,
         last: bool,
         collectives: Collectives,
