@@ -15,6 +15,8 @@ from lockstep.distributed.comm import collectives
 from processes import run_processes
 
 PACKAGE = str(Path(lockstep.__file__).parent)
+WAITS = "shm/peers.py"
+"""What is called here depends on how long a rank waits for the other one."""
 
 
 def settled_backward(rank, companion):
@@ -26,8 +28,9 @@ def settled_backward(rank, companion):
     files: list[str] = []
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            files.append(frame.f_code.co_filename)
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE) and not file.endswith(WAITS):
+            files.append(file)
 
     found = []
     for step in range(40):
@@ -42,8 +45,9 @@ def settled_backward(rank, companion):
     return min(found)
 
 
-# Without a companion the collectives are Gloo's; those of a companion are the library's own, in shared memory.
-@pytest.mark.parametrize(("companion", "budget"), [(False, (125, 29, 86)), (True, (198, 38, 121))])
+# Without a companion the collectives are Gloo's; those of a companion are the library's own, in shared memory. On a
+# busy machine, where every step waits, there is one call more, in one file more: it is counted in.
+@pytest.mark.parametrize(("companion", "budget"), [(False, (124, 29, 86)), (True, (188, 38, 117))])
 def test_calls_and_files_and_moves_between_files_of_a_settled_backward(companion, budget):
     least = tuple(map(min, zip(*run_processes(2, settled_backward, companion), strict=True)))
     assert least == tuple(map(min, zip(least, budget, strict=True)))
