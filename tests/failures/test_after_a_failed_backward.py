@@ -130,13 +130,6 @@ def test_no_rank_has_a_gradient_after_a_backward_that_failed_on_one(before, widt
 # ------------------------------------------------------------------------- errors that all ranks raise
 
 
-def another_forward(rank, model):
-    """One rank has left out a forward."""
-    if rank.rank == 1:
-        model(rank)
-    return error_of(model(rank).backward)
-
-
 def past_forward(rank, model):
     """One rank goes past the module's forward."""
     return error_of((model.last.weight.sum() if rank.rank == 1 else model(rank)).backward)
@@ -172,7 +165,6 @@ def layer_on_one_rank(rank, model):
 @pytest.mark.parametrize(
     ("fail", "kinds"),
     [
-        (another_forward, {PeerError}),
         (past_forward, {PeerError}),
         (weight_on_one_rank, {OptionError, PeerError}),
         (hook_on_one_rank, {AgreementError}),
