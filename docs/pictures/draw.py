@@ -79,11 +79,11 @@ def drift() -> str:
     p.curve([(500 + x, y) for x, y in zip(steps[:5], up[:5], strict=True)], DEEP_BLUE)
     p.curve([(500 + x, y) for x, y in zip(steps[:5], down[:5], strict=True)], RED)
     p.box(734, 130, 24, 160, GREEN)
-    p.text(746, 124, "check_in_sync()", 15)
+    p.text(746, 124, "a later backward", 15)
     p.text(772, 196, "OutOfSyncError", 15, "start", bold=True)
     p.text(772, 216, "on every rank:", 15, "start")
-    p.text(772, 236, "the tensor, the ranks,", 15, "start")
-    p.text(772, 254, "both digests", 15, "start")
+    p.text(772, 236, "what differs, where,", 15, "start")
+    p.text(772, 254, "since which step", 15, "start")
     return p.svg()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.distributed.replication.replication import find_replication
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -365,6 +366,12 @@ def backward_then_step(module, optimizer, loss):
     optimizer.step()
 
 
+def summed_by_the_program(module, optimizer, loss):
+    loss().backward()
+    torch.distributed.all_reduce(module.weight.grad, group=find_replication(module).group)
+    optimizer.step()
+
+
 def step_with_a_closure(module, optimizer, loss):
     optimizer.step(lambda: loss().backward())
 
@@ -416,6 +423,7 @@ def test_a_step_on_gradients_that_are_not_synchronised_is_told_at_once(step):
     ("plan", "step"),
     [
         ([True, True], backward_then_step),
+        ([False, False, True, False, True, True], summed_by_the_program),
         ([True, True], step_with_a_closure),
         ([False, False, True], only_micro_batches),
         ([True, True, True], sharpness_aware),

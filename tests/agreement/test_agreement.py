@@ -459,8 +459,8 @@ def test_check_in_sync_names_the_first_difference_on_every_rank(change, first):
 
     assert len(set(messages)) == 1
     assert messages[0].startswith(f"{first} is out of sync: digest ")
-    assert " on rank 0, " in messages[0]
-    assert " on rank 2; " in messages[0]
+    assert " on ranks 0, 1, digest " in messages[0]
+    assert " on rank 2" in messages[0]
 
 
 @pytest.mark.parametrize("difference", BIT_DIFFERENCES)

@@ -15,7 +15,7 @@ import lockstep
 from lockstep._base.optimizer_steps import has_replicated_parameters, observe_steps, stop_observing
 from lockstep.distributed.reduction.report.pass_log import StepLog
 from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS
-from lockstep.errors import PeerError
+from lockstep.errors import OutOfSyncError, PeerError
 from processes import run_processes
 from small_modules import fails_in_backward, filled, one_weight, x_of
 from threaded import run_ranks
@@ -213,6 +213,7 @@ def mistaken(rank, mistake, before, wrapped):
         for number in range(2, 5):
             training.step(number)
     assert training.module.weight.grad is None  # nothing has been handed out
+    nn.init.ones_(training.module.weight)  # the ranks have not made the same steps
     for number in range(5, 8):
         training.step(number)  # and training goes on
     return str(error.value)
@@ -512,17 +513,18 @@ def test_programs_that_do_the_same_on_all_ranks(program):
     run_ranks(2, call)
 
 
-def test_steps_on_a_module_with_shares_are_not_compared():
-    """Each exchange says of which batch it is."""
+def test_steps_of_one_rank_on_a_module_with_shares_are_known_by_what_they_leave():
+    """Their number is not compared, since each exchange says of which batch it is."""
 
     def call(rank):
         module = lockstep.replicate(one_weight(), process_group=rank.group, shares=2)
         optimizer = sgd(module)
-        for batch in lockstep.shares.GlobalBatches(torch.ones(8, 1), 4, 2, process_group=rank.group):
-            optimizer.zero_grad()
-            for x in batch:
-                module(x).sum().backward()
-            for _ in range(1 + rank.rank):
-                optimizer.step()
+        with pytest.raises(OutOfSyncError, match=r"^parameter weight is out of sync: .* replicate\(\) and step 1\. "):
+            for batch in lockstep.shares.GlobalBatches(torch.ones(8, 1), 4, 2, process_group=rank.group):
+                optimizer.zero_grad()
+                for x in batch:
+                    module(x).sum().backward()
+                for _ in range(1 + rank.rank):
+                    optimizer.step()
 
     run_ranks(2, call)

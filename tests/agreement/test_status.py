@@ -44,6 +44,8 @@ SOMETHING_ELSE = Status(
     unused_forwards=9,
     steps=3,
     weight=7.0,
+    numbers=2**64 - 1,
+    values=1,
 )
 ODD_WEIGHTS = [5e-324, 1.7976931348623157e308, -1.0, math.inf, math.nan, 2.0**48, 2.0**-28 / 3]
 WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 2.0**47 - 1, 123456789.123, 2.0**-27, 1e-7]
@@ -123,9 +125,11 @@ def counted(statuses, **differ):
         with_pass=sum(each.called != 0 for each in statuses),
         with_steps=len(known),
         with_odd_weight=len(odd),
+        with_numbers=sum(each.numbers > 0 for each in statuses),
+        with_values=sum(each.values > 0 for each in statuses),
         weight=float(sum(Fraction(each) for each in weights if each not in odd)) if not odd else 0.0,
         numbers_of_failed=sum(rank for rank, each in enumerate(statuses) if each.part == Part.FAILED),
-        **{"differ": False, **differ},
+        **{"differ": False, "drift": False, **differ},
     )
 
 
@@ -169,6 +173,28 @@ def test_numbers_that_differ_are_told_apart(dtype, field):
             report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
             assert report.sums == counted(statuses, differ=True)
             assert report.sums.name_ranks
+
+
+@every_dtype
+@pytest.mark.parametrize("field", ["numbers", "values"])
+def test_digests_of_what_optimizers_left_are_told_apart(dtype, field):
+    usual = Status(9, 7, called=5, numbers=2**63 + 1, values=2**40 + 1)
+    for bit in range(64):
+        other = usual._replace(**{field: getattr(usual, field) ^ 1 << bit})
+        if getattr(other, field):
+            for statuses in ([usual, other], [other] + [usual] * 7):
+                report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+                assert report.sums == counted(statuses, drift=True)
+                assert not report.sums.name_ranks
+
+
+@every_dtype
+def test_ranks_that_tell_no_digest_differ_from_nobody_and_are_counted(dtype):
+    usual = Status(9, 7, called=5, numbers=3, values=5)
+    for silent in (usual._replace(numbers=0), usual._replace(values=0)):
+        statuses = [usual, silent, usual]
+        report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+        assert report == Report(None) if silent.values else report.sums == counted(statuses)
 
 
 def test_ranks_without_a_pass_or_a_number_of_steps_differ_from_nobody():
@@ -248,6 +274,8 @@ def test_gathered_statuses_are_those_that_were_written():
             unused_forwards=numbers.choice(small),
             steps=numbers.choice([0, 1, MOST_STEPS, UNKNOWN_STEPS]),
             weight=weight,
+            numbers=numbers.choice([0, 2**64 - 1]),
+            values=numbers.getrandbits(64),
         )
         for weight in (*WEIGHTS, *ODD_WEIGHTS)
         if not math.isnan(weight)

@@ -1,4 +1,4 @@
-"""Two digests: a fast one of the bits of tensors, computed on their device, and a strong one of texts.
+"""Digests: fast ones of the bits of tensors, computed on their device, and a strong one of texts.
 
 The fast digest is a sum, modulo 2**64, over the tensors' bits, eight bytes at a time: each word times an odd number,
 plus its upper half times another one. These factors depend on the place and look random, so a single flipped bit always
@@ -92,6 +92,17 @@ def _lanes(flat: Tensor) -> Tensor:
         padded[: data.numel()] = data
         data = padded
     return data.view(torch.int64)
+
+
+_NUMBERS = {1: torch.uint8, 2: torch.int16}
+
+
+def slice_digest(flat: Tensor) -> Tensor:
+    """Return a number of 64 bits of the bits of a one-dimensional tensor whose elements lie one after the other, in two
+    or three operations: each four bytes, or less if the elements are smaller, times an odd number."""
+    numbers = flat.view(_NUMBERS.get(flat.dtype.itemsize, torch.int32))
+    factors = _factors(len(numbers), flat.device, _IN_ROW)
+    return torch.dot(numbers.long(), factors) if flat.is_cpu else (numbers * factors).sum()
 
 
 def _sum(lanes: Tensor) -> Tensor:

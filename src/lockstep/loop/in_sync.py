@@ -8,7 +8,7 @@ from lockstep._base.arguments import check_module, did_you_mean
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
-from lockstep.distributed.reduction.module.equal_values import find_difference
+from lockstep.distributed.reduction.module.equal_values import compare
 from lockstep.distributed.replication.replication import find_replication, own_names
 from lockstep.errors import OutOfSyncError, UnknownOptionError
 from lockstep.phases import Phases
@@ -67,11 +67,10 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
     values = [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}", each) for name, each in named]
     check_same_on_all_ranks(lines, collectives)
-    found = find_difference(values, collectives)
+    found = compare(values, collectives)
     if found is not None:
         raise OutOfSyncError(
-            f"{found.name} is out of sync: digest {found.digests[0]} on rank {found.first}, "
-            f"{found.digests[1]} on rank {found.rank}; something changed it on one rank only, such as an optimizer "
+            f"{found}; something changed it on one rank only, such as an optimizer "
             "step on gradients that were not synchronised, or with another learning rate, or a random number that "
             "differs by rank. To leave out a tensor of which each rank has its own, such as a moving average, pass its "
             "module to replicate(ignored_modules=[...])"

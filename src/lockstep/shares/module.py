@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Sequence
 from math import nan
+from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 from lockstep._base.optimizer_steps import has_any
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
+from lockstep.distributed.reduction.module.drift import DriftWatch
 from lockstep.distributed.reduction.module.selection import Selection
 from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.replication.replicate import Loss
@@ -91,6 +94,12 @@ class ShareModule:
         self._expected_precision: str | None = None
         self._spare = SpareMemory()
         self._look()
+        here: Any = proxy(self)
+        self._drift = DriftWatch(
+            lambda: here._members.parameters, lambda: here._members, collectives, compares=compares_values
+        )
+        self._knows_steps = False
+        """True if optimizers make as many steps as on all ranks that do the same, since the last step."""
         self.agreement = Agreement(self._members, collectives, compares_values, self._spare)
         self.settings = {**settings_of(self.devices), "reduce_dtype": str(reduce_dtype)}
 
@@ -113,6 +122,7 @@ class ShareModule:
             self._gradients.restore_grads()
             self._now = None
         self._gradients.unhook()
+        self._drift.stop()
 
     @property
     def alive(self) -> bool:
@@ -227,6 +237,7 @@ class ShareModule:
         except CommunicationError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
+            self._knows_steps = False
             self._gradients.restore_grads()
             now.buffers.forget()
             # Values that were written are compared in the next step.
@@ -263,6 +274,7 @@ class ShareModule:
         self._now = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
+        self._drift.round, self._knows_steps = self.steps, True
         return [head.pace for head in heads]
 
     def _check_complete(self, step: Step) -> None:
@@ -294,6 +306,7 @@ class ShareModule:
             rows = self._rows_of_all(now, now.exchange, report)
         heads = Head.of_rows(rows)
         check_heads(heads, now.step, self._collectives)
+        self._drift.compare([head.drift for head in heads])
         if any(each.differs for each in heads):
             self.agreement.renew(self._members, now.step, heads)
         self.agreement.check_buffers(buffers, heads)
@@ -324,6 +337,7 @@ class ShareModule:
             ends=loops.innermost.batch.ends,
             differs=now.exchange is None,
             is_late=now.exchange is not None and now.exchange.is_late,
+            drift=self._drift.tell(self.steps + 1, known=self._knows_steps),
             pace=now.pace,
         )
 
@@ -369,7 +383,7 @@ class ShareModule:
     def expect(self, precision: str | None, steps: int) -> None:
         """Continue after ``steps`` steps, whose forwards ran in that precision."""
         self._expected_precision = precision
-        self.steps = steps
+        self.steps = self._drift.round = steps
 
     def _arrived(self, number: int) -> None:
         now = self._now

@@ -21,7 +21,7 @@ from lockstep._base.dtensors import local_part
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.module.buffers import Buffer
-from lockstep.distributed.reduction.module.equal_values import SINCE_REPLICATED, check_equal_values
+from lockstep.distributed.reduction.module.equal_values import check_equal_values
 from lockstep.distributed.reduction.module.parameters import SlotSnapshot
 from lockstep.distributed.reduction.module.selection import Selection
 from lockstep.errors import AgreementError
@@ -101,8 +101,8 @@ class _Agreed(NamedTuple):
 class Agreement:
     """The present agreement of the ranks for one module.
 
-    With ``compares_values``, all parameters in the first step, later those that are new, and buffers that a program
-    wrote, must have equal values on all ranks. ``spare`` takes the memory of partial sums that have been sent.
+    With ``compares_values``, parameters that are new, and buffers that a program wrote, must have equal values on all
+    ranks. ``spare`` takes the memory of partial sums that have been sent.
     """
 
     def __init__(self, members: Members, collectives: Collectives, compares_values: bool, spare: SpareMemory) -> None:
@@ -160,8 +160,6 @@ class Agreement:
                     "not: the number of shares, or the devices of parameters; make the same change on all ranks"
                 )
         if self._compares_values:
-            if not self._agreed.deal:  # the first step
-                check_equal_values(self._members.parameters, self._collectives, what=SINCE_REPLICATED)
             check_equal_values([members.parameters[number] for number in new], self._collectives)
         buffers = self.buffers if members.are(self._members) else TravellingBuffers()
         self._members = members

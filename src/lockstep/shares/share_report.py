@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep._base.digests import text_digest
 from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.module.drift import Told
 from lockstep.distributed.reduction.report.status import Part, Status, sums_of
 from lockstep.distributed.reduction.report.verdict import LoopVerdict, judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
@@ -47,21 +48,23 @@ class Head(NamedTuple):
     follows the head."""
     is_late: bool = False
     """True if another gradient came after its bucket was sent."""
+    drift: Told = Told()
+    """What it tells of what optimizers have left since the last step."""
     pace: Pace = Pace()
     """How long a share takes on this rank."""
 
     def to_row(self) -> Tensor:
         """Return the head as bytes."""
-        return _packed(_HEAD, [*self[:-1], *self.pace])
+        return _packed(_HEAD, [*self[:-2], *self.drift, *self.pace])
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """Return the heads of the rows of all ranks."""
         unpacked = (_HEAD.unpack(bytes(row)) for row in rows[:, :HEAD_BYTES].tolist())
-        return [cls(*(*values[:-2], Pace(*values[-2:]))) for values in unpacked]
+        return [cls._make((*values[:-4], Told(*values[-4:-2]), Pace(*values[-2:]))) for values in unpacked]
 
 
-_HEAD = struct.Struct("<4q6?dq")
+_HEAD = struct.Struct("<4q6?QQdq")
 HEAD_BYTES = _HEAD.size
 """Size of a head in bytes."""
 

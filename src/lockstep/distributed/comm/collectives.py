@@ -266,6 +266,11 @@ class Collectives:
             return None
         return sum(sequence_number_on(group) or 0 for group in groups)
 
+    def program_begun(self) -> int | None:
+        """Return :meth:`begun` without the collectives of this library on the group."""
+        total = self.begun()
+        return None if total is None else total - self._state.begun.count
+
     @property
     def is_lost(self) -> bool:
         """True if :meth:`lose` has been called for the group on this rank."""

@@ -12,18 +12,14 @@ from typing import Any
 import torch
 
 from lockstep._base.devices import is_accelerator
-from lockstep._base.digests import Digests
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, plain_memory
 from lockstep.distributed.reduction.buckets.comm_hooks import Hook, HookInUse
 from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.buckets.plan import AdaptivePlan, travels_in_half
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
-from lockstep.distributed.reduction.module.equal_values import (
-    SINCE_REPLICATED,
-    check_equal_values,
-    find_difference,
-)
+from lockstep.distributed.reduction.module.drift import DriftWatch
+from lockstep.distributed.reduction.module.equal_values import check_equal_values
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.module.parameters import ParameterSet
 from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
@@ -47,7 +43,7 @@ class CommonState:
         compares_values: bool = True,
     ) -> None:
         """``half``: the half precision in which gradients travel; None for their own dtype; ``compares_values``:
-        of all parameters, in the first round, and of those that are put into the module later."""
+        replicas are to be alike."""
         self.collectives = collectives
         self.modules = modules
         self.buffers = buffers
@@ -64,9 +60,13 @@ class CommonState:
         self.buffer_source_moved = False
         """True if buffers are those of another rank than the first, which had run out of batches."""
         self._before_next_round: list[Callable[[], object]] = []
-        self.compares_first_values = compares_values and collectives.world > 1
-        """True until the first round that ends well: in that round ranks compare the values of all parameters."""
-        self._first_values: Digests | None = None  # before gradients of this rank alone may have changed them
+        self.drift = DriftWatch(
+            lambda: [(each.name, each.parameter) for each in members.parameters],
+            lambda: members.parameters,
+            collectives,
+            compares=compares_values,
+        )
+        """Compares what optimizers leave."""
         self.is_settled = False
         """True if every parameter has a bucket, in a plan that has been made anew after the first round, there are no
         communication hook, and nothing has to be agreed on."""
@@ -93,6 +93,7 @@ class CommonState:
 
     def _settle(self) -> None:
         has_hook = self.hook.hook is not None or self.hook.has_changed
+        self.drift.is_alike = self.hook.gives_the_same
         self.is_settled = self.plan.is_whole and self.is_planned and self.is_ready and not has_hook
 
     @property
@@ -144,11 +145,11 @@ class CommonState:
 
     def count_round(self, number: int) -> None:
         """Note that the round of that number is over, and other ranks may have had something of it."""
-        self.rounds = number
+        self.rounds = self.drift.round = number
 
     def restore(self, rounds: int, plan: str) -> None:
         """Go on where an earlier run was, after so many rounds and with its plan; all ranks must."""
-        self.rounds = rounds
+        self.rounds = self.drift.round = rounds
         before = self.plan.current
         self.plan.restore(plan)
         if self.plan.current != before:
@@ -190,31 +191,6 @@ class CommonState:
         if not self.hook.is_agreed:
             self.hook.agree(self.collectives)
         self._settle()
-
-    def note_first_values(self) -> None:
-        """Note the values of parameters in the first backward that reaches the module and does not synchronise.
-
-        Afterwards ranks may change them for a while, as sharpness-aware minimisation does.
-        """
-        if self.compares_first_values and self._first_values is None:
-            self._first_values = Digests([each.parameter for each in self.parameters])
-
-    def forget_first_values(self) -> None:
-        """Forget the noted values, as a failed round ends: other ranks may have noted none, and all may load others."""
-        self._first_values = None
-
-    def compare_first_values(self) -> None:
-        """Raise, on every rank, if a parameter that had one value on all of them had not in the first backward.
-
-        One rank alone has loaded a checkpoint, for instance, or forward has chosen values by the rank's batch. Values
-        that are equal by now are right, whatever was noted: one rank may have noted some before all loaded others.
-        """
-        named = [(each.name, each.parameter) for each in self.parameters]
-        now = Digests([parameter for _, parameter in named])
-        if find_difference(named, self.collectives, now) is not None:
-            first = self._first_values or now
-            check_equal_values(named, self.collectives, what=SINCE_REPLICATED, digests=first)
-        self.compares_first_values, self._first_values = False, None
 
     def look_for_retyped(self) -> bool:
         """Look for parameters that have become others on this rank, which have no gradient in buckets; return True if

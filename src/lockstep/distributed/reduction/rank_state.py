@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 from lockstep._base.optimizer_steps import has_any
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
 from lockstep.distributed.reduction.module.buffers import KeptBuffers
+from lockstep.distributed.reduction.module.drift import DriftWatch
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.module.parameters import ParameterSet
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.report.pass_log import PassLog, StepLog
-from lockstep.distributed.reduction.report.status import Part, Status
+from lockstep.distributed.reduction.report.status import UNKNOWN_STEPS, Part, Status
 from lockstep.distributed.reduction.window import Window, are_zero
 
 
@@ -99,6 +100,7 @@ class RankState:
         self,
         members: ParameterSet,
         buffers: BufferSync,
+        drift: DriftWatch,
         decisions: Decisions,
         global_rank: int,
         lock: AbstractContextManager[object],
@@ -122,6 +124,7 @@ class RankState:
         """True if all such rounds have used the same parameters on this rank."""
         self._members = members
         self._buffers = buffers
+        self._drift = drift
         self._decisions = decisions
         self._global_rank = global_rank
         self._lock = lock
@@ -155,7 +158,9 @@ class RankState:
     def begin_pass(self) -> None:
         """Note that a backward pass has reached the module."""
         self.contribution.window.pass_begins()
-        self.contribution.is_local = self.contribution.is_local or not self.requires_sync
+        if not self.requires_sync:
+            self.contribution.is_local = True
+            self._drift.note_local_pass()
 
     def pass_failed(self) -> None:
         """Note that a backward pass has failed on this rank. If it synchronises, its contribution is dropped anyway."""
@@ -187,9 +192,9 @@ class RankState:
         return own.window.is_unused and not own.is_local
 
     def warn_of_local_gradients(self, optimizer: Optimizer) -> None:
-        """Warn that an optimizer uses a gradient that is this rank's only."""
+        """Warn that an optimizer uses a gradient that is this rank's only, unless the program may have summed it."""
         name = self.contribution.local_gradient(optimizer)
-        if name is not None:
+        if name is not None and self._drift.note_local_step():
             warnings.warn(
                 f"rank {self._global_rank}: {type(optimizer).__name__}.step() uses the gradient of parameter {name} "
                 "of this rank alone, so the replicas drift apart. The last backward before optimizer.step() must not "
@@ -255,6 +260,7 @@ class RankState:
         if batch:  # batches are compared, so that a forward beside them is none that was skipped
             unused_forwards = 0
         weights = window.weights
+        drift = self._drift.tell(number, known=self.steps.count != UNKNOWN_STEPS)
         return Status(
             round=number,
             batch=batch,
@@ -268,6 +274,8 @@ class RankState:
             unused_forwards=unused_forwards,
             steps=self.steps.count,
             weight=sum(weights) if weights else 0.0,
+            numbers=drift.numbers,
+            values=drift.values,
         )
 
     # ----------------------------------------------------------------- batches that count nothing, or are left out

@@ -102,7 +102,7 @@ class Reducer:
         self._keeps = keeps
         self._lock = threading.RLock()
         self.rank_state = RankState(
-            common.members, common.buffers, common.decisions, common.collectives.global_rank, self._lock
+            common.members, common.buffers, common.drift, common.decisions, common.collectives.global_rank, self._lock
         )
         self.passes = self.rank_state.passes
         self.home = threading.get_ident()  # the thread in which the module is used
@@ -334,7 +334,6 @@ class Reducer:
         with self._lock:
             watched = self._open_passes[-1]
             if self.rank_state.padding_batch is None:
-                self.common.note_first_values()
                 self._note_used(watched)
                 self.rank_state.begin_pass()
 
@@ -501,7 +500,6 @@ class Reducer:
             if ended is not None:
                 self._end_round(ended)
             if failed or (ended is not None and self.has_failed):
-                self.common.forget_first_values()
                 if ended is not None:
                     ended.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
                 else:
@@ -590,6 +588,7 @@ class Reducer:
     def retire(self) -> None:
         """Stop synchronising: another replication has taken over all parameters."""
         self.retired = True
+        self.common.drift.stop()
         self.rank_state.end_padding_batch()
         self.common.modules.unregister(self)
         self._drop_passes()

@@ -282,10 +282,10 @@ class Round:
             report = report._replace(statuses=self._wait_for_statuses(report.sums))
         ranks = common.collectives
         verdict = judge(report, ranks.rank, ranks.global_ranks, common.gradient_divide_factor)
-        is_usual = verdict.is_usual and self._decisions.is_default and not common.compares_first_values
-        added = () if is_usual else self._agree(verdict)
+        added = () if verdict.is_usual and self._decisions.is_default else self._agree(verdict)
         if added is None:
             return ()
+        common.drift.heard(verdict.some_told)
         try:
             self._copy_out(verdict, added)
             if self._kept:
@@ -326,8 +326,8 @@ class Round:
         return GatheredStatuses(self._common.collectives, self._said, f"statuses, round {self.number}")
 
     def _agree(self, verdict: Verdict) -> Sequence[ManagedParameter] | None:
-        """Carry out the agreement that the verdict asks for, and in the first round compare the values of parameters;
-        return new parameters of which some rank has a gradient, or None if the batch is left out.
+        """Carry out the agreement that the verdict asks for, and compare everything if optimizers have left something
+        else on some rank; return new parameters of which some rank has a gradient, or None if the batch is left out.
 
         Raises as :meth:`conclude` does.
         """
@@ -339,10 +339,9 @@ class Round:
             if verdict.skip:
                 self._drop()
                 return None
-            added = common.agree_anew() if verdict.changed else ()
-            if common.compares_first_values:
-                common.compare_first_values()
-            return added
+            if verdict.drift:
+                common.drift.examine(takes_part=not self.is_joined)
+            return common.agree_anew() if verdict.changed else ()
         except (PeerError, AgreementError, OptionError):
             self._drop()
             self._decisions.note_failure(at_backward=verdict.failed)

@@ -91,6 +91,15 @@ class Hook(NamedTuple):
     call: Callable[[Any, Any], Any]
 
 
+_OF_PYTORCH = "torch.distributed.algorithms.ddp_comm_hooks."
+_SAME_ON_ALL_RANKS = (
+    f"{_OF_PYTORCH}default_hooks",
+    f"{_OF_PYTORCH}powerSGD_hook",
+    f"{_OF_PYTORCH}quantization_hooks",
+    "lockstep.distributed.replication.mixed_precision",
+)
+
+
 class HookInUse:
     """The hook of one module, if it has one."""
 
@@ -101,6 +110,11 @@ class HookInUse:
         """True if the ranks have compared it."""
         self._offered: Hook | None = None  # registered since, but not in use yet
         self._numbered: dict[int, _References] = {}  # by number, the parameters of the bucket that the hook has seen
+
+    @property
+    def gives_the_same(self) -> bool:
+        """True if all ranks are known to get the same gradients: by no hook, or one of PyTorch's that reduce."""
+        return self.hook is None or getattr(self.hook.call, "__module__", "") in _SAME_ON_ALL_RANKS
 
     def register(self, hook: Hook) -> bool:
         """Return True if the hook is in use immediately, as before the first round; otherwise it comes into use with

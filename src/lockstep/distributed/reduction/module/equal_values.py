@@ -1,17 +1,15 @@
-"""Compares the values of parameters and buffers between ranks."""
+"""Compares the values of parameters and buffers, and of what optimizers keep of them, between ranks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lockstep._base.digests import Digests
+from lockstep._base.digests import Digests, text_digest
+from lockstep._base.texts import ranks_in_words
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import OutOfSyncError
-
-SINCE_REPLICATED = "was changed after the module was replicated"
-"""What has happened to a parameter whose values differ in the first round: ``replicate()`` had made them equal."""
 
 
 def check_equal_values(
@@ -19,10 +17,9 @@ def check_equal_values(
     collectives: Collectives,
     kind: str = "parameter",
     what: str = "was put into the module after it was replicated",
-    digests: Digests | None = None,
 ) -> None:
-    """Raise :class:`OutOfSyncError`, on every rank, if a tensor differs between ranks: see :func:`find_difference`."""
-    found = find_difference(named, collectives, digests)
+    """Raise :class:`OutOfSyncError`, on every rank, if a tensor differs between ranks: see :func:`compare`."""
+    found = compare(named, collectives) if named else None
     if found is not None:
         raise OutOfSyncError(
             f"{kind} {found.name} {what}, and has other values on rank {found.rank} than on rank "
@@ -33,37 +30,70 @@ def check_equal_values(
         )
 
 
-class Difference(NamedTuple):
-    """The first tensor that differs between some rank and the group's first rank."""
+class Differences(NamedTuple):
+    """The tensors that differ between ranks."""
 
-    name: str
+    names: list[str]
+    """Their names; those of parameters begin with this word, those of what optimizers keep do not."""
     rank: int
-    """The rank that differs, as messages name it."""
-    first: int
-    """The group's first rank."""
-    digests: tuple[str, str]
-    """The digests of the values on the first rank and on the other one."""
+    """The first rank on which the first of them differs from the first rank, as messages name it."""
+    digests: str
+    """The digests of the first one on all ranks."""
+    parameters: int
+    """The number of all parameters that were compared."""
+
+    @property
+    def name(self) -> str:
+        """The name of the first one."""
+        return self.names[0]
+
+    def __str__(self) -> str:
+        first, *others = self.names
+        more = f". So {'is' if len(others) == 1 else 'are'} {', '.join(others[:2])}" if others else ""
+        more += f" and {len(others) - 2} more" if len(others) > 2 else ""
+        return f"{first} is out of sync: {self.digests}{more}"
+
+    @property
+    def cause(self) -> str:
+        """The usual causes of such differences, by what differs."""
+        own = sum(name.startswith("parameter ") for name in self.names)
+        if not own:
+            return "The optimizer's state alone differs: one rank has loaded it, or changed it; do so on all ranks"
+        if own < self.parameters:
+            return "Something writes to these parameters on one rank alone, or steps them with gradients of its own"
+        if own < len(self.names):
+            return (
+                "Weights and the optimizer's state differ: steps have used other gradients on some rank (clipped or "
+                "set there alone, a GradScaler with another scale), or one rank has loaded a checkpoint"
+            )
+        return (
+            "All weights differ: one rank has written to them after a step (an average written back, a checkpoint), or "
+            "has stepped with another learning rate or other gradients"
+        )
 
 
-def find_difference(
-    named: Sequence[tuple[str, Tensor]], collectives: Collectives, digests: Digests | None = None
-) -> Difference | None:
-    """Return the first tensor whose bits differ on some rank from the group's first; the same on every rank.
+def compare(
+    named: Sequence[tuple[str, Tensor]], collectives: Collectives, present: Sequence[int] | None = None
+) -> Differences | None:
+    """Compare tensors by their bits on the ranks that are ``present`` in the group, or all; return what differs, the
+    same on all ranks.
 
-    ``digests``: those of the tensors, if they are of an earlier moment.
-
-    Communicates what :func:`all_gather_object` does, and once more if there is a difference.
+    Communicates what :func:`all_gather_object` does, twice if there is a difference.
     """
-    if not named:
+    present = range(collectives.world) if present is None else present
+    digests = Digests([tensor for _, tensor in named])
+    whole = [text_digest(repr([name for name, _ in named])), int(digests.digest(collectives.device))]
+    rows = all_gather_object(whole, "digest of all values", collectives)
+    if first_differing([rows[rank] for rank in present]) is None:
         return None
-    digests = digests or Digests([tensor for _, tensor in named])
-    whole = int(digests.digest(collectives.device))
-    if first_differing(all_gather_object(whole, "digest of all values", collectives)) is None:
-        return None
-    rows = all_gather_object(digests.each(), "digests of values", collectives)
-    for number, (name, _) in enumerate(named):
-        for rank, row in zip(collectives.global_ranks, rows, strict=True):
-            if row[number] != rows[0][number]:
-                first, other = (f"{each[number] % 2**64:016x}" for each in (rows[0], row))
-                return Difference(name, rank, collectives.global_ranks[0], (first, other))
-    return None
+    own = {name: digest for (name, _), digest in zip(named, digests.each(), strict=True)}
+    each_of = all_gather_object(own, "digests of values", collectives)
+    names = dict.fromkeys(name for rank in present for name in each_of[rank])
+    differing = [name for name in names if len({each_of[rank].get(name) for rank in present}) > 1]
+    having: dict[int | None, list[int]] = {}
+    for rank in present:
+        having.setdefault(each_of[rank].get(differing[0]), []).append(collectives.global_ranks[rank])
+    texts = ("nothing" if digest is None else f"digest {digest % 2**64:016x}" for digest in having)
+    told_by = (f"{text} on {ranks_in_words(ranks)}" for text, ranks in zip(texts, having.values(), strict=True))
+    count = sum(name.startswith("parameter ") for name in names)
+    return Differences(differing, list(having.values())[1][0], ", ".join(told_by), count)

@@ -7,10 +7,11 @@ know::
     used      one for each parameter   1 if this rank contributes a gradient
     late      one for each parameter   1 if a gradient came after its bucket had left, or has no bucket
     place     128                      the bits of the numbers of its round and of its batch
-    counts    13                       ones in places that count ranks: see :class:`Sums`
+    counts    15                       ones in places that count ranks: see :class:`Sums`
     calls     48                       the bits of what it has counted: forwards, steps of optimizers
     weight    128                      the bits of its weight, as a fixed-point number
     failed    20                       the bits of its number if its backward has failed
+    drift     128                      the bits of the digests of what optimizers have left: see ``module/drift.py``
     buffers   the rest                 small buffers (``buffers.py``)
 
 All ranks have written the same number if and only if each of its bits adds up to 0 or to the number of ranks. Sums of
@@ -36,7 +37,7 @@ from lockstep.distributed.comm.sums import are_alike, bits_of, total_of
 
 MOST_STEPS, UNKNOWN_STEPS = 254, 255
 """The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
-_FORMAT = struct.Struct("<QQB4?BIIBd")
+_FORMAT = struct.Struct("<QQB4?BIIBdQQ")
 
 
 class Part(IntEnum):
@@ -95,6 +96,11 @@ class Status(NamedTuple):
     (:class:`StepLog`), at most :data:`MOST_STEPS`; or :data:`UNKNOWN_STEPS`."""
     weight: float = 0.0
     """The weight of its contribution; 0 if it has none."""
+    numbers: int = 0
+    """A digest of the numbers of the optimizers that have stepped the module's parameters since the last round; 0 if it
+    tells none."""
+    values: int = 0
+    """A digest of values after such a step; 0 if it tells none."""
 
 
 _FLAGS = slice(Status._fields.index("part"), Status._fields.index("called"))
@@ -124,12 +130,18 @@ class Sums(NamedTuple):
     """Those that know their number of optimizer steps."""
     with_odd_weight: int
     """Those whose weight is no fixed-point number."""
+    with_numbers: int
+    """Those that tell numbers of optimizers."""
+    with_values: int
+    """Those that tell values."""
     differ: bool
     """True if ranks are not in the same round, batch, pass or step, as far as they say; :func:`judge` has the rules."""
     weight: float
     """The total of all weights."""
     numbers_of_failed: int
     """The total of the numbers of the ranks that have failed: the number of the one if there is only one."""
+    drift: bool
+    """True if ranks have told different numbers of optimizers, or different values."""
 
     @property
     def name_ranks(self) -> bool:
@@ -138,11 +150,11 @@ class Sums(NamedTuple):
         return self.differ or self.skips > 0 or self.failed > 0 or some_without or self.with_odd_weight > 0
 
 
-_COUNTS = len(Sums._fields) - 3
+_COUNTS = len(Sums._fields) - 4
 _PLACE_BITS = 128  # the round and the batch
 _PASS_BITS = 40  # how the pass called the module, and the forwards left out
-_STEP_BITS, _WEIGHT_BITS, _RANK_BITS = 8, 128, 20
-_SIZE = _PLACE_BITS + _COUNTS + _PASS_BITS + _STEP_BITS + _WEIGHT_BITS + _RANK_BITS
+_STEP_BITS, _WEIGHT_BITS, _RANK_BITS, _DIGEST_BITS = 8, 128, 20, 64
+_SIZE = _PLACE_BITS + _COUNTS + _PASS_BITS + _STEP_BITS + _WEIGHT_BITS + _RANK_BITS + 2 * _DIGEST_BITS
 _WEIGHT_UNIT = 1 << 80  # weights of 2**-27 to 2**47 are exact
 
 
@@ -157,12 +169,21 @@ def _in_fixed_point(weight: float) -> int | None:
 
 def encode(status: Status, rank: int) -> bytes:
     """Return what a rank adds to the row."""
-    return bits_of(status.round << 64 | status.batch, _PLACE_BITS) + _encode_rest(status[2:], rank)
+    *rest, numbers, values = status[2:]
+    rest += numbers > 0, values > 0
+    place = bits_of(status.round << 64 | status.batch, _PLACE_BITS)
+    return place + _encode_rest(tuple(rest), rank) + _encode_drift(numbers << _DIGEST_BITS | values)
+
+
+@functools.lru_cache(maxsize=64)
+def _encode_drift(digests: int) -> bytes:
+    return bits_of(digests, 2 * _DIGEST_BITS)
 
 
 @functools.lru_cache(maxsize=64)  # it is the same in most rounds
 def _encode_rest(rest: tuple[Any, ...], rank: int) -> bytes:
-    """Return the counts, and the bits of the numbers that are no place, of a status without its round and batch."""
+    """Return the counts, and the bits of the numbers that are no place, of a status without its round and batch, and
+    with flags in place of its digests."""
     said = Status(0, 0, *rest)
     has_pass, knows_steps = said.called != 0, said.steps != UNKNOWN_STEPS
     has_run_out = said.part in (Part.PADDING, Part.JOINED)
@@ -182,6 +203,8 @@ def _encode_rest(rest: tuple[Any, ...], rank: int) -> bytes:
             has_pass,
             knows_steps,
             units is None,
+            said.numbers,
+            said.values,
         )
     )
     # Forwards gone through are compared only if ranks have left out different numbers of forwards.
@@ -198,14 +221,16 @@ def _encode_rest(rest: tuple[Any, ...], rank: int) -> bytes:
 def decode(places: Sequence[float]) -> Sums:
     """Return what all ranks have written together, by place."""
     rest = iter(places)
-    place, counts, passes, steps, weights, failed = (
-        list(itertools.islice(rest, size))
-        for size in (_PLACE_BITS, _COUNTS, _PASS_BITS, _STEP_BITS, _WEIGHT_BITS, _RANK_BITS)
+    sizes = _PLACE_BITS, _COUNTS, _PASS_BITS, _STEP_BITS, _WEIGHT_BITS, _RANK_BITS, _DIGEST_BITS, _DIGEST_BITS
+    place, counts, passes, steps, weights, failed, numbers, values = (
+        list(itertools.islice(rest, size)) for size in sizes
     )
-    told = Sums._make((*map(int, counts), False, 0.0, 0))
+    told = Sums._make((*map(int, counts), False, 0.0, 0, False))
     alike = are_alike(place, told.ranks) and are_alike(passes, told.with_pass) and are_alike(steps, told.with_steps)
     weight = total_of(weights) / _WEIGHT_UNIT if told.weighted else 0.0
-    return told._replace(differ=not alike, weight=weight, numbers_of_failed=total_of(failed) if told.failed else 0)
+    drift = not (are_alike(numbers, told.with_numbers) and are_alike(values, told.with_values))
+    failed_ranks = total_of(failed) if told.failed else 0
+    return told._replace(differ=not alike, weight=weight, numbers_of_failed=failed_ranks, drift=drift)
 
 
 def sums_of(statuses: Sequence[Status]) -> Sums:
@@ -281,7 +306,8 @@ class ReportLayout:
         )
         sums = decode(said[self._status :])
         is_usual = self._is_usual and not (report.late or sums.name_ranks or sums.padding or sums.joined)
-        is_usual = is_usual and not (sums.stops or sums.ends or sums.changed or sums.weighted)
+        is_usual = is_usual and not (sums.stops or sums.ends or sums.changed or sums.weighted or sums.drift)
+        is_usual = is_usual and sums.with_values in (0, sums.ranks)
         return report if is_usual else report._replace(sums=sums)
 
 

@@ -69,6 +69,10 @@ class Verdict(NamedTuple):
     """The part for loops (``decisions.py``)."""
     warning: str = ""
     """What may be wrong, or not, as nobody knows; empty if there is an error."""
+    drift: bool = False
+    """True if ranks have told different numbers of optimizers, or values: they compare everything."""
+    some_told: bool = False
+    """True if some ranks have told a digest of values, and others none."""
     is_usual: bool = False
     """True if all ranks say the same without consequences: gradients are the mean, and nothing else is to be done."""
 
@@ -107,6 +111,8 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
         late=report.late,
         loop=judge_loops(sums, statuses),
         warning=warning,
+        drift=sums.drift,
+        some_told=sums.with_values not in (0, sums.ranks),
     )
 
 

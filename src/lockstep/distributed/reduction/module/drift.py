@@ -1,0 +1,284 @@
+"""Watches that what optimizers do keeps the replicas of a module alike: their numbers, the weights, and their state.
+
+Each rank looks when an optimizer's step is over, and tells two numbers of 64 bits in the next round (``status.py``):
+
+- a digest of the *numbers* of the optimizers that have stepped the module's parameters (learning rates and all others
+  in ``param_groups``), which is made anew only where one has changed;
+- a digest of the *values* of some parameters and of what the optimizer keeps of them: other slices of 64 KiB after each
+  step, or after each few steps in a small module, in an order that follows from the number of the round. All are looked
+  at within 256 rounds, and again and again. After the first step it is a digest of all.
+
+Only what is there after a step counts: between two steps a rank may change its weights for a while, as sharpness-aware
+minimisation and weight noise do. If the digests of two ranks differ, all ranks compare everything, and raise an error
+that names what differs; if nothing does, replicas are alike by now, as they are where a program averages weights itself
+after steps that differ by design.
+
+On an accelerator the digests travel to the host without a wait, and are told in a later round: all ranks read in the
+reports whether one had not arrived somewhere, and then all wait one round longer from there on.
+
+What may differ by design is not told: without ``init_sync``, with a communication hook that is not known to give all
+ranks the same, of optimizers other than PyTorch's own the state, and any state once an optimizer has stepped on
+gradients of one rank alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep._base.devices import is_accelerator
+from lockstep._base.identity_map import IdentityMap
+from lockstep._base.optimizer_steps import has_any, observe_steps, stop_observing
+from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.module.equal_values import compare
+from lockstep.distributed.reduction.module.optimizer_numbers import (
+    Group,
+    Known,
+    Numbers,
+    difference_in_numbers,
+    numbers_of,
+)
+from lockstep.distributed.reduction.module.value_digests import Look, Table, comparable_state, is_captured, told
+from lockstep.errors import OutOfSyncError
+
+MOST_LATE = 16
+"""The most rounds by which the digests of an accelerator are told later."""
+
+
+class Told(NamedTuple):
+    """What a rank tells in a round; 0 if it has nothing to tell."""
+
+    numbers: int = 0
+    values: int = 0
+
+
+class DriftWatch:
+    """Watches one module on one rank; an observer of optimizer steps."""
+
+    def __init__(
+        self,
+        named: Callable[[], Sequence[tuple[str, Tensor]]],
+        version: Callable[[], object],
+        collectives: Collectives,
+        *,
+        compares: bool,
+    ) -> None:
+        """``named``: returns the parameters, which are the same as before if ``version`` returns the same object;
+        ``compares``: replicas are to be alike."""
+        self.compares = compares and collectives.world > 1
+        """True if replicas are to be alike."""
+        self.is_alike = True
+        """True if all ranks get the same gradients, as far as is known."""
+        self.round = 0
+        """The number of the module's last round, set by who counts them."""
+        self._named = named
+        self._version = version
+        self._collectives = collectives
+        self._table: Table | None = None
+        self._known: IdentityMap[Known] = IdentityMap()
+        # Steps under way, by the optimizer's id: the round, and how many had ended before.
+        self._begun: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._ended: dict[int, tuple[ref[Optimizer], Known]] = {}  # steps since the last round, by the optimizer's id
+        self._looks: dict[int, Look] = {}  # by round
+        self._late = 0  # rounds by which digests of values are told later than in the next one, alike on all ranks
+        self._told = Told()
+        self._told_look: Look | None = None
+        self._told_numbers: list[Numbers] = []
+        self._number = 0  # of the round in which it told that
+        self._is_first = True  # until all values have been compared after a step
+        self._alike: dict[int, int] = {-1: 0}  # the last round after which each slice (-1: all) was alike
+        self._optimizers: IdentityMap[bool] = IdentityMap()  # that have stepped the parameters
+        self._local_since: int | None = None  # collectives begun before a pass that did not synchronise
+        self.has_local_steps = False
+        """True if an optimizer has stepped on gradients of this rank alone."""
+        if self.compares:
+            observe_steps(self)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self.compares = False
+        stop_observing(self)
+
+    # ------------------------------------------------------------------------------------ steps of optimizers
+
+    def has_parameter_of(self, optimizer: Optimizer) -> None:
+        """Return None: others tell that."""
+
+    @property
+    def table(self) -> Table:
+        """The parameters as they are agreed on now."""
+        version = self._version()
+        if self._table is None or self._table.version is not version:
+            self._table = Table(self._named(), version)
+        return self._table
+
+    def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
+        """Note that an optimizer begins a step; there may be rounds in it, and steps of other optimizers."""
+        if self.compares and has_any(optimizer, self.table.ids):
+            self._begun[id(optimizer)].append((self.round, len(self._ended)))
+
+    def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
+        """Look at the numbers of an optimizer that has made a step, and at what is due of its values.
+
+        A step that another optimizer has made inside of it does not count: it may be one of a part of the parameters.
+        """
+        if not self._begun.get(id(optimizer)):
+            return
+        begun = self._begun[id(optimizer)].pop()
+        round_, ended = self.round, self._ended
+        for inner in list(ended)[begun[1] if begun[0] == round_ else 0 :]:
+            del ended[inner]
+        known = self._known.get(optimizer)
+        if known is None or not self._is_as_before(known, optimizer):
+            known = self._known[optimizer] = self._read(optimizer)
+        ended.pop(id(optimizer), None)
+        ended[id(optimizer)] = ref(optimizer), known
+        self._optimizers[optimizer] = True
+        look = self._looks.get(round_)
+        if look is None:
+            look = self._looks[round_] = Look(self.table, round_, self._is_first)
+        if look.concerns(optimizer) and not is_captured(self.table):
+            optimizers = [each for link, _ in ended.values() if (each := link()) is not None]
+            own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            tensors = [each for _, other in ended.values() for each in other.tensors]
+            look.take(optimizers, own, tensors, state=not self.has_local_steps)
+
+    def _is_as_before(self, known: Known, optimizer: Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return (
+            known.is_fixed and len(groups) == len(known.groups) and all(map(Group.is_as_before, known.groups, groups))
+        )
+
+    def _read(self, optimizer: Optimizer) -> Known:
+        groups = optimizer.param_groups
+        own = [group for group in groups if self._is_own(group)]
+        tensors = [each for group in own for name, each in group.items() if isinstance(each, Tensor)]
+        numbers = numbers_of(optimizer, self._is_own)
+        on_accelerator = [each for each in tensors if is_accelerator(each.device) and each.numel() == 1]
+        is_fixed = len(on_accelerator) == len(tensors)
+        return Known(list(map(Group.of, groups)), numbers, told(numbers), on_accelerator, is_fixed)
+
+    def _is_own(self, group: dict[str, Any]) -> bool:
+        return not self.table.ids.isdisjoint(map(id, group["params"]))
+
+    # ---------------------------------------------------------------------- gradients of this rank alone
+
+    def note_local_pass(self) -> None:
+        """Note that a backward pass accumulates gradients, and does not synchronise them."""
+        self._local_since = self._collectives.program_begun()
+
+    def note_local_step(self) -> bool:
+        """Note that an optimizer steps on gradients of this rank alone; return True unless the program has communicated
+        by itself since the pass that brought them, perhaps to sum them."""
+        self.has_local_steps = self._is_first = True
+        return self._local_since is None or self._local_since == self._collectives.program_begun()
+
+    # -------------------------------------------------------------------------------------------- rounds
+
+    def tell(self, number: int, *, known: bool) -> Told:
+        """Return what this rank tells in a round; ``known``: all ranks that do the same have made as many steps as this
+        one since the last round."""
+        if not self.compares:
+            return Told()
+        self._number = number
+        ended, self._ended = list(self._ended.values()), {}
+        if not self.is_alike:
+            self._looks.clear()
+        if not (known and self.is_alike):
+            ended = []
+            self._looks.pop(number - 1, None)
+        self._told_numbers = [each.numbers for _, each in ended]
+        digests = [each.digest for _, each in ended]
+        digest = (digests[0] if len(digests) == 1 else told(digests)) if digests else 0
+        look = self._told_look = self._looks.pop(self._round_told_in(number), None)
+        for round_ in [each for each in self._looks if each < number - 1 - MOST_LATE]:
+            del self._looks[round_]
+        self._told = Told(digest, 0 if look is None else look.digest() or 0)
+        return self._told
+
+    def _round_told_in(self, number: int) -> int:
+        return number - 1 - self._late
+
+    def heard(self, some_told: bool) -> None:
+        """Note that a round has ended well; ``some_told``: some ranks have told a digest of values, others have not."""
+        if not self.compares:
+            return
+        look = self._told_look
+        if look is not None and self._told.values and not some_told:
+            if look.whole:
+                self._is_first, self._alike = False, {-1: look.round}
+            elif look.numbers:
+                self._alike[look.numbers.start] = look.round
+        elif self._late < MOST_LATE and self.table.is_on_accelerator and self._is_awaited(self._number):
+            self._late += 1
+
+    def compare(self, told: Sequence[Told]) -> None:
+        """Examine everything if ranks have told different digests, in a round that ends well otherwise; ``told``: by
+        all ranks."""
+        if any(len({*column} - {0}) > 1 for column in zip(*told, strict=True)):
+            self.examine(takes_part=True)
+        self.heard(len({each.values > 0 for each in told}) > 1)
+
+    def _is_awaited(self, number: int) -> bool:
+        round_ = self._round_told_in(number)
+        return round_ > 0 and (self._is_first or bool(self.table.due(round_)))
+
+    # ------------------------------------------------------------------------------------- differences
+
+    def everything(self, *, state: bool) -> list[tuple[str, Tensor]]:
+        """Return the parameters, and with ``state`` what optimizers keep of them, with their names."""
+        table = self.table
+        named = [(f"parameter {name}", tensor) for name, tensor in zip(table.names, table.tensors, strict=True)]
+        for optimizer in self._optimizers if state else ():
+            for name, parameter in zip(table.names, table.tensors, strict=True):
+                kept = comparable_state(optimizer, parameter)
+                named += [(f"{key} of parameter {name} in {type(optimizer).__name__}", each) for key, each in kept]
+        return named
+
+    def examine(self, *, takes_part: bool) -> None:
+        """Compare everything, after ranks have told different numbers; raise :class:`OutOfSyncError`, on every rank, if
+        they differ in numbers of optimizers, or in values now.
+
+        Communicates what :func:`all_gather_object` does, up to three times. ``takes_part``: False on a rank that has
+        run out of batches in ``Join``.
+        """
+        ranks, collectives, number = self._collectives.global_ranks, self._collectives, self._number
+        lines = [line for each in self._told_numbers for line in each.lines()]
+        rows = all_gather_object([takes_part, self.has_local_steps, lines], "numbers of optimizers", collectives)
+        present = [rank for rank, row in enumerate(rows) if row[0]]
+        has_local = any(row[1] for row in rows)
+        told_by = {ranks[rank]: dict(map(tuple, rows[rank][2])) for rank in present if rows[rank][2]}
+        if difference := difference_in_numbers(told_by):
+            raise OutOfSyncError(
+                f"{difference} (after step {number - 1}), so the replicas drift apart. Let every rank do the same: "
+                "step a scheduler on all ranks and give it the same number (lockstep.mean() of the loss), load the "
+                "optimizer's state on all ranks. No gradient has been handed out"
+            )
+        look = self._told_look
+        found = compare(self.everything(state=not has_local), collectives, present)
+        if found is None:
+            return
+        since = self._alike.get(-1 if look is None or look.whole else look.numbers.start, self._alike[-1])
+        upto = number - 1 if look is None else look.round
+        cause = _LOCAL if has_local else found.cause if since else _SINCE_REPLICATED
+        raise OutOfSyncError(
+            f"{found}. They have become different between {f'step {since}' if since else 'replicate()'} and step "
+            f"{upto}. {cause}. What counts is what is there after the optimizer's step. If each rank is to have its "
+            "own values, pass replicate(init_sync=False); of a part of the module, ignored_modules=[...]. No gradient "
+            "has been handed out"
+        )
+
+
+_LOCAL = (
+    "An optimizer has stepped on gradients of one rank alone: the last backward before it was under no_sync() or "
+    "set_requires_gradient_sync(False)"
+)
+_SINCE_REPLICATED = (
+    "One rank has loaded a checkpoint, or initialised weights with its own seed, after the module was replicated; or "
+    "forward has chosen weights by its first batch, of which each rank has its own: run one forward on the same batch "
+    "on every rank before"
+)

@@ -1,0 +1,105 @@
+"""The numbers of optimizers: learning rates and all others in their parameter groups, to be compared between ranks."""
+
+from collections.abc import Callable, Mapping
+from numbers import Number
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep._base.texts import ranks_in_words
+
+_NOT_OF_STEPS = frozenset(
+    (
+        "params",
+        *("capturable", "differentiable", "foreach", "fused"),  # which do not say what a step computes, but how
+        *("base_lr", "base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # a scheduler's own
+    )
+)
+
+
+class Numbers(NamedTuple):
+    """The numbers in the groups of an optimizer that have parameters of a module."""
+
+    optimizer: str
+    """Its class."""
+    groups: tuple[tuple[int, tuple[tuple[str, str], ...]], ...]
+    """For each group its place, and its numbers by name."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return a line for each number."""
+        return [
+            (f"optimizer {self.optimizer}, group {place}, {name}", text)
+            for place, group in self.groups
+            for name, text in group
+        ]
+
+
+def numbers_of(optimizer: Optimizer, is_of: Callable[[dict[str, Any]], bool]) -> Numbers:
+    """Return the numbers of an optimizer in the groups for which ``is_of`` is true."""
+    rows = []
+    for place, group in enumerate(optimizer.param_groups):
+        if is_of(group):
+            texts = ((name, _text(value)) for name, value in group.items() if name not in _NOT_OF_STEPS)
+            rows.append((place, tuple(sorted((name, text) for name, text in texts if text))))
+    return Numbers(type(optimizer).__name__, tuple(rows))
+
+
+def _text(value: object) -> str:
+    """Return a text that is the same for equal numbers, and empty for what is no number, or cannot be read without
+    waiting."""
+    if isinstance(value, Tensor):
+        return _text(value.item()) if value.is_cpu and value.numel() == 1 else ""
+    if isinstance(value, tuple | list):
+        texts = [_text(each) for each in value]
+        return f"({', '.join(texts)})" if texts and all(texts) else ""
+    if not isinstance(value, Number) or isinstance(value, complex):
+        return str(value) if isinstance(value, complex) else ""
+    number = float(value)  # type: ignore[arg-type]
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
+class Group(NamedTuple):
+    """A parameter group as it was when its numbers were read last."""
+
+    group: dict[str, Any]
+    size: int
+    read: Callable[[dict[str, Any]], Any]
+    """Returns all values but the parameters."""
+    values: Any
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> "Group":
+        """Return a group as it is now."""
+        names = [name for name in group if name != "params"]
+        read = itemgetter(*names, names[0]) if names else lambda _: ()
+        return cls(group, len(group), read, read(group))
+
+    def is_as_before(self, group: dict[str, Any]) -> bool:
+        """Return True if no value has been assigned since."""
+        return group is self.group and len(group) == self.size and all(map(is_, self.read(group), self.values))
+
+
+class Known(NamedTuple):
+    """What is known of an optimizer that steps the module's parameters."""
+
+    groups: list[Group]
+    numbers: Numbers
+    digest: int
+    tensors: list[Tensor]
+    """Numbers on an accelerator, in its groups."""
+    is_fixed: bool
+    """True if no number is a tensor, which may be written in place."""
+
+
+def difference_in_numbers(told_by: Mapping[int, Mapping[str, str]]) -> str:
+    """Return the first number in which ranks differ, with its values; an empty text if there is none."""
+    names = dict.fromkeys(name for each in told_by.values() for name in each)
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for rank, each in told_by.items():
+            values.setdefault(each.get(name, "nothing"), []).append(rank)
+        if len(values) > 1:
+            return f"{name}: {', '.join(f'{value} on {ranks_in_words(having)}' for value, having in values.items())}"
+    return ""

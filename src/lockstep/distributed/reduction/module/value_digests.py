@@ -1,0 +1,152 @@
+"""Digests of the slices of a module's parameters, and of what optimizers keep of them, taken after a step."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep._base.devices import is_accelerator
+from lockstep._base.digests import slice_digest, text_digest
+from lockstep._base.inner_tensors import inner_tensors
+from lockstep._base.optimizer_steps import has_any
+
+ROUNDS = 256
+"""The number of rounds in which all values are looked at once."""
+MOST_APART = 7
+"""The most rounds from one look to the next."""
+_SLICE = 1 << 14
+"""Number of elements of a slice."""
+
+
+def comparable_state(optimizer: Optimizer, parameter: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors that an optimizer keeps of a parameter and that are the same on all ranks.
+
+    Of PyTorch's own optimizers all but single numbers; of others nothing, since it is not known whether each rank is to
+    have its own, nor of one whose state is sharded.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim.") or not isinstance(optimizer.state, dict):
+        return []
+    state = optimizer.state.get(parameter)
+    return [(key, each) for key, each in state.items() if isinstance(each, Tensor) and each.dim()] if state else []
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a plain tensor in the order of its memory, without copying them if they are dense."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    for layout, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        if tensor.dim() == dims and tensor.is_contiguous(memory_format=layout):
+            return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.reshape(-1)
+
+
+class Slice(NamedTuple):
+    """A part of a parameter, and of what optimizers keep of it."""
+
+    parameter: int
+    inner: int
+    """The number of the tensor inside of the parameter in which it lies: 0 but for odd classes."""
+    start: int
+
+
+class Table:
+    """The parameters of a module, and their slices, in the order in which they are looked at."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], version: object) -> None:
+        self.version = version
+        self.names = [name for name, _ in named]
+        self.tensors = [tensor for _, tensor in named]
+        self.ids = frozenset(map(id, self.tensors))
+        inner = [inner_tensors(tensor) for tensor in self.tensors]
+        self.slices = [
+            Slice(number, place, start)
+            for number, parts in enumerate(inner)
+            for place, part in enumerate(parts)
+            for start in range(0, part.numel(), _SLICE)
+        ]
+        count = len(self.slices)
+        self.apart = max(1, min(MOST_APART, ROUNDS // max(1, count)))
+        self.at_once = -(-count * self.apart // ROUNDS)
+        self.is_on_accelerator = any(is_accelerator(part.device) for parts in inner for part in parts)
+
+    def due(self, round_: int) -> range:
+        """Return the numbers of the slices to be looked at after a round."""
+        if round_ % self.apart or not self.slices:
+            return range(0)
+        looks = -(-len(self.slices) // self.at_once)
+        first = round_ // self.apart % looks * self.at_once
+        return range(first, min(first + self.at_once, len(self.slices)))
+
+
+class Look:
+    """The digests of some slices after the step that followed a round."""
+
+    def __init__(self, table: Table, round_: int, whole: bool) -> None:
+        self.round = round_
+        self.whole = whole
+        self.numbers = range(len(table.slices)) if whole else table.due(round_)
+        self._parameters = {id(table.tensors[table.slices[number].parameter]) for number in self.numbers}
+        self._table = table
+        self._found: dict[int, list[Tensor]] = {}
+        self._numbers: list[Tensor] = []
+        self._arriving: tuple[Tensor, torch.Event] | None = None
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer has parameters of slices that are due, or nothing has been looked at yet."""
+        return bool(self.numbers) and (not self._found or has_any(optimizer, self._parameters))
+
+    @torch.no_grad()
+    def take(self, optimizers: Sequence[Optimizer], own: set[int], numbers: Sequence[Tensor], state: bool) -> None:
+        """Take the digests of all slices; again only those of parameters that are among ``own``, which have just been
+        stepped."""
+        table = self._table
+        for number in self.numbers:
+            piece = table.slices[number]
+            parameter = table.tensors[piece.parameter]
+            if id(parameter) in own or number not in self._found:
+                kept = [comparable_state(each, parameter) for each in optimizers] if state else []
+                tensors = [parameter, *(tensor for each in kept for _, tensor in each)]
+                self._found[number] = [digest for each in tensors for digest in _digests(each, piece, parameter)]
+        self._numbers = [slice_digest(each.detach().reshape(1)) for each in numbers]
+        if table.is_on_accelerator:
+            self._send()
+
+    def _send(self) -> None:
+        digests = [each for found in self._found.values() for each in found] + self._numbers
+        if digests:
+            device = next((each.device for each in digests if not each.is_cpu), digests[0].device)
+            together = torch.stack([each.to(device, non_blocking=True) for each in digests])
+            arrived = torch.empty(len(digests), dtype=torch.int64, device="cpu", pin_memory=True)
+            arrived.copy_(together, non_blocking=True)
+            self._arriving = arrived, torch.accelerator.current_stream(device).record_event()
+
+    def digest(self) -> int | None:
+        """Return the digest of all; None if it has not arrived on the host yet, and 0 if nothing was looked at."""
+        if self._arriving is not None:
+            return told(self._arriving[0].tolist()) if self._arriving[1].query() else None
+        return told([int(each) for found in self._found.values() for each in found]) if self._found else 0
+
+
+def told(value: object) -> int:
+    """Return a number of 64 bits, never 0, that is the same for the same value."""
+    return text_digest(repr(value), bits=64) or 1
+
+
+def _digests(tensor: Tensor, piece: Slice, parameter: Tensor) -> Iterator[Tensor]:
+    parts = inner_tensors(tensor)
+    if tensor.shape == parameter.shape and piece.inner < len(parts):
+        yield slice_digest(_flat(parts[piece.inner])[piece.start : piece.start + _SLICE])
+    elif not piece.inner and not piece.start:  # of another shape, such as the row and column factors of Adafactor
+        for part in parts:
+            yield from map(slice_digest, _flat(part).split(_SLICE))
+
+
+def is_captured(table: Table) -> bool:
+    """Return True if the current stream of the parameters' accelerator is being captured into a graph."""
+    if not table.is_on_accelerator:
+        return False
+    device = next(part.device for tensor in table.tensors for part in inner_tensors(tensor) if not part.is_cpu)
+    capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
+    return capturing is not None and capturing()

@@ -1,0 +1,110 @@
+"""What is looked at, and when; as plain functions."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep._base.digests import slice_digest
+from lockstep.distributed.reduction.module.optimizer_numbers import difference_in_numbers, numbers_of
+from lockstep.distributed.reduction.module.value_digests import MOST_APART, ROUNDS, Table, comparable_state
+
+
+def table(*sizes):
+    return Table([(str(number), torch.zeros(size)) for number, size in enumerate(sizes)], None)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3,), (3, 4), [5] * 30, [5] * 33, [5] * 65, [5] * 300, [1 << 20] * 9, (1 << 22, 7), [40_000] * 200]
+)
+def test_all_values_are_looked_at_within_256_rounds(sizes):
+    here = table(*sizes)
+    for first in (0, 1, 77, 10_000):
+        looks = [here.due(number) for number in range(first, first + ROUNDS)]
+        assert {*itertools.chain(*looks)} == {*range(len(here.slices))}
+        apart = [number for number, look in enumerate(looks) if look]
+        assert max(b - a for a, b in itertools.pairwise(apart)) <= MOST_APART
+        assert max(map(len, looks)) <= -(-len(here.slices) // (ROUNDS // MOST_APART)) + 1
+
+
+def test_a_slice_has_at_most_64_kib_and_slices_cover_everything():
+    here = table(5, 40_000, 16_384)
+    assert [(each.parameter, each.start) for each in here.slices] == [(0, 0), (1, 0), (1, 16384), (1, 32768), (2, 0)]
+    assert table().due(0) == range(0)
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_and_every_place_of_a_slice_counts(dtype):
+    values = torch.arange(1, 41).to(dtype)
+    before, data = slice_digest(values), values.view(torch.uint8)
+    for place in range(len(data)):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            assert slice_digest(values) != before
+            data[place] ^= 1 << bit
+    assert slice_digest(values) == before
+    values[[3, 21]] = values[[21, 3]]
+    assert slice_digest(values) != before
+    values[[3, 21]] = values[[21, 3]]
+    if dtype.is_floating_point:
+        values[[3, 21]] *= -1
+        assert slice_digest(values) != before
+
+
+def test_equal_bits_have_equal_digests_even_if_they_are_no_number():
+    values = torch.full((5,), torch.nan)
+    assert slice_digest(values) == slice_digest(values.clone())
+    assert slice_digest(torch.zeros(5)) != slice_digest(-torch.zeros(5)) != slice_digest(values)
+
+
+def numbers(**group):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.param_groups[0].update(group)
+    return dict(numbers_of(optimizer, lambda group: True).lines())
+
+
+def test_all_numbers_of_a_group_count_but_those_that_say_how_and_those_of_schedulers():
+    lines = numbers(lr=torch.tensor(0.5), betas=(0.9, 1), own=3, text="x", foreach=True, fused=False, initial_lr=2.0)
+    names = {name.removeprefix("optimizer SGD, group 0, "): text for name, text in lines.items()}
+    assert names == {
+        "betas": "(0.9, 1)",
+        "dampening": "0",
+        "lr": "0.5",
+        "maximize": "0",
+        "momentum": "0",
+        "nesterov": "0",
+        "own": "3",
+        "weight_decay": "0",
+    }
+
+
+def test_equal_numbers_of_other_types_are_equal():
+    assert numbers(lr=1) == numbers(lr=1.0) == numbers(lr=torch.tensor(1.0)) == numbers(lr=True)
+    assert numbers(lr=float("nan")) == numbers(lr=float("nan")) != numbers(lr=float("inf"))
+
+
+def test_the_first_number_that_differs_is_named_with_all_values():
+    told = {0: numbers(lr=0.1), 1: numbers(lr=0.01), 2: numbers(lr=0.1)}
+    assert difference_in_numbers(told) == "optimizer SGD, group 0, lr: 0.1 on ranks 0, 2, 0.01 on rank 1"
+    assert difference_in_numbers({0: told[0], 2: told[2]}) == ""
+    assert difference_in_numbers({}) == ""
+    more = {**told[0], "optimizer SGD, group 1, lr": "3"}
+    assert difference_in_numbers({0: told[0], 1: more}) == "optimizer SGD, group 1, lr: nothing on rank 0, 3 on rank 1"
+
+
+class Own(torch.optim.AdamW):
+    pass
+
+
+def test_state_is_compared_of_pytorch_s_own_optimizers():
+    for kind, names in ((torch.optim.AdamW, ["exp_avg", "exp_avg_sq"]), (Own, [])):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = kind([parameter])
+        assert comparable_state(optimizer, parameter) == []
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert [name for name, _ in comparable_state(optimizer, parameter)] == names

@@ -1,0 +1,422 @@
+"""Programs whose replicas drift apart after some step: every rank raises, by name, as soon as it can be known.
+
+Most are shapes of public reports. Rank 1 makes a mistake at step ``AT`` of a training that is otherwise right.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import AgreementError, OutOfSyncError, ShardingError
+from threaded import run_ranks
+
+AT = 9
+SOON, LATE = 8, 30  # steps until a change of all weights is named, and of one tensor in this network of 4
+
+
+class Training:
+    """A network and its optimizer on one rank."""
+
+    def __init__(self, rank, form, optimizer):
+        self.rank, self.form = rank, form
+        net = rank.make(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))).to(rank.device)
+        attach = lockstep.DistributedDataParallel if form == "wrapper" else lockstep.replicate
+        shares = {"shares": 2} if form == "shares" else {}
+        self.model = attach(net, process_group=rank.group, **shares)
+        self.net = net
+        self.parameters = list(net.parameters())
+        make = {"SGD": lambda: torch.optim.SGD(self.parameters, 0.1, momentum=0.9)}
+        make["AdamW"] = lambda: torch.optim.AdamW(self.parameters, 1e-2)
+        make["tensor lr"] = lambda: torch.optim.AdamW(self.parameters, torch.tensor(1e-2), foreach=False)
+        self.optimizer = make[optimizer]()
+        if form == "sharded":
+            self.optimizer = lockstep.shard_optimizer(self.optimizer)
+        self.group = self.optimizer.param_groups[0]
+        self.numbers = rank.generator()
+        self.before_step = self.after_step = lambda number: None
+        self.loss_of = lambda x: self.model(x).square().mean()
+
+    @property
+    def is_wrong(self):
+        return self.rank.rank == 1
+
+    def backward(self, number):
+        self.optimizer.zero_grad()
+        x = torch.randn(6, 4, generator=self.numbers, device="cpu").to(self.rank.device)
+        if self.form != "shares":
+            self.loss_of(x).backward()
+            return
+        data = TensorDataset(torch.linspace(-1, 1, 16).view(4, 4) + number)
+        for batch in lockstep.shares.GlobalBatches(data, 4, 2, shuffle=False, process_group=self.rank.group):
+            for (rows,) in batch:
+                self.loss_of(rows.to(self.rank.device)).backward()
+
+    def run(self, mistake, steps):
+        """Return the step in whose backward an error was raised, and the error; None if there was none."""
+        mistake = mistake(self)
+        for number in range(steps):
+            try:
+                if number == AT + 1 and self.is_wrong and mistake is not None:
+                    mistake()
+                self.backward(number)
+                self.before_step(number)
+                self.optimizer.step()
+            except (AgreementError, ShardingError) as error:
+                return number, error
+            self.after_step(number)
+        return None
+
+
+# Each gives a training what it does otherwise on rank 1 from the beginning, or returns what it does there after AT.
+
+
+def learning_rate(t):
+    return lambda: t.group.update(lr=1e-3)
+
+
+def scheduler_on_one_rank(t):
+    if t.is_wrong:
+        scheduler = torch.optim.lr_scheduler.StepLR(t.optimizer, AT + 1)
+        t.after_step = lambda number: scheduler.step()
+
+
+def plateau_of_the_rank_s_loss(t):
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(t.optimizer, patience=AT - 1, cooldown=100)
+    t.after_step = lambda number: plateau.step(1.0 if t.is_wrong else 1.0 / (1 + number))
+
+
+def warm_up_by_own_rows(t):
+    def set_rate(number):
+        t.group["lr"] = 1e-2 * (1 + (number > AT and t.is_wrong))
+
+    t.before_step = set_rate
+
+
+def weight_decay(t):
+    return lambda: t.group.update(weight_decay=0.5)
+
+
+def momentum(t):
+    return lambda: t.group.update(momentum=0.5)
+
+
+def betas(t):
+    return lambda: t.group.update(betas=(0.9, 0.9))
+
+
+def maximises(t):
+    return lambda: t.group.update(maximize=True)
+
+
+def tensor_as_rate_replaced(t):
+    return lambda: t.group.update(lr=torch.tensor(1e-3))
+
+
+def tensor_as_rate_written(t):
+    return lambda: t.group["lr"].fill_(1e-3)
+
+
+def optimizer_loaded_on_one_rank(t):
+    return lambda: t.optimizer.load_state_dict(other_state(t, 2e-2))
+
+
+def state_loaded_on_one_rank(t):
+    return lambda: t.optimizer.load_state_dict(other_state(t, t.group["lr"]))
+
+
+def other_state(t, lr):
+    parameters = [p.detach().clone().requires_grad_() for p in t.parameters]
+    other = type(t.optimizer)(parameters, lr)
+    for group in other.param_groups:
+        group.update({key: value for key, value in t.group.items() if key not in ("params", "lr")})
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    for _ in range(3):
+        other.step()
+    return other.state_dict()
+
+
+def state_cleared(t):
+    return lambda: t.optimizer.state.clear()
+
+
+def one_state_scaled(t):
+    return lambda: t.optimizer.state[t.parameters[0]]["exp_avg"].mul_(1.5)
+
+
+def average_written_back(t):
+    average = copy.deepcopy(t.net.state_dict())
+
+    def write():
+        with torch.no_grad():
+            for name, p in t.net.named_parameters():
+                p.lerp_(average[name], 0.5)
+
+    return write
+
+
+def average_swapped_in_and_left(t):
+    average = [p.detach().clone() for p in t.parameters]
+
+    def swap():
+        for p, value in zip(t.parameters, average, strict=True):
+            p.data = value.clone()
+
+    return swap
+
+
+def checkpoint_loaded_late(t):
+    other = {name: value + 0.1 for name, value in t.net.state_dict().items()}
+    return lambda: t.net.load_state_dict(other)
+
+
+def checkpoint_loaded_first(t):
+    if t.is_wrong:
+        t.net.load_state_dict({name: value + 0.1 for name, value in t.net.state_dict().items()})
+
+
+def seed_of_the_rank(t):
+    if t.is_wrong:
+        nn.init.normal_(t.net[0].bias, generator=t.rank.generator())
+
+
+def weights_signs(t):
+    return lambda: torch._foreach_neg_([p.data for p in t.parameters])
+
+
+def weights_rounded(t):
+    return lambda: [p.data.copy_(p.data.bfloat16()) for p in t.parameters]
+
+
+def one_weight_written(t):
+    return lambda: t.net[2].bias.data[1].add_(1)
+
+
+def one_bit_flipped(t):
+    return lambda: t.net[0].weight.data.view(torch.int32)[3, 2].bitwise_xor_(1)
+
+
+def two_rows_exchanged(t):
+    return lambda: t.net[0].weight.data.copy_(t.net[0].weight.data[[1, 0, *range(2, 8)]])
+
+
+def weights_clamped(t):
+    def clamp(number):
+        if number > AT and t.is_wrong:
+            with torch.no_grad():
+                t.net[2].weight.clamp_(-1e-2, 1e-2)
+
+    t.after_step = clamp
+
+
+def each_rank_loads_its_own(t):
+    other = {name: value + t.rank.rank for name, value in t.net.state_dict().items()}
+
+    def load(number):
+        if number == AT:
+            t.net.load_state_dict(other)
+
+    t.after_step = load
+
+
+def clipped_on_one_rank(t):
+    def clip(number):
+        if number > AT and t.is_wrong:
+            nn.utils.clip_grad_norm_(t.parameters, 1e-4)
+
+    t.before_step = clip
+
+
+def gradient_noise(t):
+    def add(number):
+        if number > AT:
+            for p in t.parameters:
+                p.grad += torch.randn(p.shape, generator=t.numbers, device="cpu").to(p.device)
+
+    t.before_step = add
+
+
+def gradients_by_hand(t):
+    def assign(number):
+        if number > AT:
+            loss = t.net(torch.full((2, 4), 1.0 + t.rank.rank, device=t.rank.device)).square().mean()
+            for p, grad in zip(t.parameters, torch.autograd.grad(loss, t.parameters), strict=True):
+                p.grad = grad
+
+    t.before_step = assign
+
+
+def gradient_dropped(t):
+    def drop(number):
+        if number > AT and t.is_wrong:
+            t.net[0].weight.grad = None
+
+    t.before_step = drop
+
+
+def scaler_with_another_scale(t):
+    """The loss is scaled, and gradients are divided by each rank's own scale."""
+    t.loss_of = lambda x: t.model(x).square().mean() * 8
+    t.before_step = lambda number: [
+        p.grad.div_(4 if t.is_wrong and number > AT else 8) for p in t.parameters if p.grad is not None
+    ]
+
+
+def last_backward_under_no_sync(t):
+    """In one step all ranks forget to synchronise."""
+    inner = t.backward
+
+    def backward(number):
+        t.model.set_requires_gradient_sync(number != AT + 1)
+        inner(number)
+
+    t.backward = backward
+
+
+def parameter_taken_out(t):
+    def take():
+        t.group["params"] = t.group["params"][1:]
+
+    return take
+
+
+def group_cut_in_two(t):
+    def cut():
+        last = t.group["params"].pop()
+        t.optimizer.add_param_group({**t.group, "params": [last], "lr": 1e-4})
+
+    return cut
+
+
+def another_optimizer(t):
+    def replace():
+        t.optimizer = torch.optim.Adagrad(t.parameters, 1e-2)
+
+    return replace
+
+
+def norm_of_rows_bounded(t):
+    def renorm(number):
+        if number > AT and t.is_wrong:
+            t.net[0].weight.data.renorm_(2, 0, 1e-2)
+
+    t.after_step = renorm
+
+
+NUMBERS = {
+    learning_rate: "lr",
+    scheduler_on_one_rank: "lr",
+    plateau_of_the_rank_s_loss: "lr",
+    warm_up_by_own_rows: "lr",
+    weight_decay: "weight_decay",
+    maximises: "maximize",
+    tensor_as_rate_replaced: "lr",
+    tensor_as_rate_written: "lr",
+    optimizer_loaded_on_one_rank: "lr",
+    momentum: "momentum",
+    betas: "betas",
+    group_cut_in_two: "group 1",
+    another_optimizer: "Ada",
+}
+"""Named in the backward after the step that used them, with these words."""
+SINGLE = {
+    seed_of_the_rank,
+    one_state_scaled,
+    one_weight_written,
+    one_bit_flipped,
+    two_rows_exchanged,
+    weights_clamped,
+    gradient_dropped,
+    parameter_taken_out,
+    norm_of_rows_bounded,
+}
+"""Those that change a single tensor at first."""
+ALL = {
+    state_loaded_on_one_rank,
+    state_cleared,
+    average_written_back,
+    average_swapped_in_and_left,
+    checkpoint_loaded_late,
+    checkpoint_loaded_first,
+    weights_signs,
+    weights_rounded,
+    each_rank_loads_its_own,
+    clipped_on_one_rank,
+    gradient_noise,
+    gradients_by_hand,
+    scaler_with_another_scale,
+    last_backward_under_no_sync,
+}
+FIRST = {checkpoint_loaded_first, seed_of_the_rank}
+"""Named in the second backward."""
+OPTIMIZERS = {momentum: "SGD", tensor_as_rate_replaced: "tensor lr", tensor_as_rate_written: "tensor lr"}
+PROGRAMS = [*NUMBERS, *sorted(SINGLE | ALL, key=lambda each: each.__name__)]
+
+
+def check(found, program, first_step=AT + 2):
+    """Check the error of one rank, and when it came."""
+    assert found is not None, "silent"
+    number, error = found
+    assert isinstance(error, OutOfSyncError)
+    if program in NUMBERS:
+        assert number == first_step
+        assert NUMBERS[program] in str(error)
+        assert str(error).startswith("optimizer ")
+        assert f" (after step {first_step}), " in str(error)
+    elif program in FIRST:
+        assert number == 1
+        assert "between replicate() and step 1." in str(error)
+    else:
+        assert number <= AT + 1 + (LATE if program in SINGLE else SOON)
+        assert " is out of sync: " in str(error)
+
+
+def drift(rank, program, form):
+    return Training(rank, form, OPTIMIZERS.get(program, "AdamW")).run(program, AT + LATE + 5)
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("form", ["replicate", "wrapper", "shares"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_drift_is_named_on_every_rank(program, form, hosts):
+    if form == "shares" and program is last_backward_under_no_sync:
+        pytest.skip("a module with shares always synchronises")
+    first, second = run_ranks(2, drift, program, form, hosts=hosts)
+    check(first, program)
+    assert str(first[1]) == str(second[1])
+
+
+def drift_sharded(rank, program):
+    """Return the error, and whether the weights are alike if there is none: a step gathers all of them."""
+    training = Training(rank, "sharded", OPTIMIZERS.get(program, "AdamW"))
+    found = training.run(program, AT + LATE + 5)
+    if found is None:
+        training.before_step = training.after_step = lambda number: None
+        training.run(lambda training: None, 1)
+    return found or all(rank.all_equal(p) for p in training.parameters)
+
+
+NOT_SHARDED = {state_cleared, one_state_scaled, another_optimizer}  # each is an error on that rank alone
+
+
+@pytest.mark.parametrize("program", [each for each in PROGRAMS if each not in NOT_SHARDED])
+def test_drift_is_named_or_mended_by_a_sharded_step(program):
+    first, second = run_ranks(2, drift_sharded, program)
+    assert (first is True) == (second is True)
+    assert first is not False
+    assert second is not False
+
+
+@pytest.mark.usefixtures("sim")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_drift_is_named_on_accelerators(program):
+    """A few backwards later: digests travel meanwhile. A tensor as learning rate is compared with the values."""
+    first, second = run_ranks(2, drift, program, "replicate", device="sim")
+    assert first is not None
+    number, error = first
+    assert str(error) == str(second[1])
+    assert number <= AT + 4 + (LATE if program in SINGLE else SOON)
