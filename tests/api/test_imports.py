@@ -32,7 +32,7 @@ USES = {
     "lockstep.distributed.reduction": {"lockstep.distributed.comm"} | REDUCTION - {"lockstep.distributed.reduction"},
     "lockstep.distributed.replication": {"lockstep.distributed.comm"} | REDUCTION,
     "lockstep.distributed": set(),
-    "lockstep.loop": CORE - {"lockstep.distributed.reduction.buckets"},
+    "lockstep.loop": CORE - {"lockstep.distributed.reduction.buckets", "lockstep.distributed.reduction.module"},
     "lockstep.shares": CORE - {"lockstep.distributed.reduction", "lockstep.distributed.reduction.autograd"},
     "lockstep.sharding": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.checkpoints": {"lockstep.distributed.comm", "lockstep.distributed.replication"},

@@ -62,7 +62,7 @@ PUBLIC = {
             .is_main
             .phase(name)
             .resume(path, *unnamed, **state)
-            .save(path, *unnamed, keep=3, step=None, wait=True, **state)
+            .save(path, *unnamed, keep=3, step=None, wait=True, check=True, **state)
             .shard(dataset)
             .should_stop
             .skip_batch(*modules)
@@ -72,7 +72,7 @@ PUBLIC = {
             .step
         accumulate(module, last=True, weight=None)
         batches(loader, *modules, group=None, padding=None)
-        check_in_sync(module, process_group=None, **unknown)
+        check_in_sync(*objects, process_group=None, **unknown)
         module distributed
         module errors
         full_state_dict(optimizer, *, all_ranks=False)
@@ -81,7 +81,7 @@ PUBLIC = {
         mean(values, weight=1.0, group=None)
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         resume(path, *unnamed, group=None, **state)
-        save(path, *unnamed, keep=3, step=None, group=None, **state)
+        save(path, *unnamed, keep=3, step=None, group=None, check=True, **state)
         class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False, stop_signals=(<Signals.SIGINT: 2>, <Signals.SIGTERM: 15>))
         shard_optimizer(optimizer, *, granularity=None)
         module sharding
@@ -156,7 +156,7 @@ PUBLIC = {
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
         batches(loader, *modules, group=None, padding=None)
-        check_in_sync(module, process_group=None, **unknown)
+        check_in_sync(*objects, process_group=None, **unknown)
         gather_rows(value, module)
         mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)

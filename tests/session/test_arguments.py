@@ -92,8 +92,8 @@ def test_what_cannot_be_cut_into_shards(given, words):
 def test_what_is_no_module():
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters())
-    with pytest.raises(OptionError, match=r"check_in_sync\(\): expected a torch.nn.Module, got SGD"):
-        lockstep.check_in_sync(optimizer)
+    with pytest.raises(OptionError, match=r"check_in_sync\(\): expected a torch.nn.Module, got list"):
+        lockstep.check_in_sync([net], optimizer)
     with pytest.raises(OptionError, match=r"DataParallel\(\): expected a torch.nn.Module, got list"):
         lockstep.DataParallel([net], ["cpu", "cpu"])
     with pytest.raises(OptionError, match=r"expected a torch.nn.Module to replicate, got list"):

@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +13,7 @@ from lockstep._base.texts import shortened
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, resolve_group
+from lockstep.distributed.replication.in_sync import check_alike, compared_in_save
 from lockstep.errors import AgreementError, CheckpointError, CommunicationError
 from lockstep.phases import Phases
 
@@ -93,6 +94,18 @@ class Ranks:
             with contextlib.suppress(CommunicationError):  # of a rank that is already further: then all have come
                 self.tell(None, "an error of all ranks")
             raise
+
+    def check_alike(self, objects: Mapping[str, Any]) -> None:
+        """Raise :class:`OutOfSyncError`, on every rank, if replicas have drifted apart."""
+        values, optimizers = compared_in_save(objects, self.size)
+        if self._collectives is not None and (values or optimizers):
+            check_alike(
+                values,
+                optimizers,
+                self._collectives,
+                "nothing has been saved. One rank has changed it alone, or has stepped otherwise. "
+                "To save what the first rank has anyway, pass save(..., check=False)",
+            )
 
     def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
         """Raise :class:`AgreementError`, on every rank, unless all ranks have the same values."""

@@ -41,6 +41,7 @@ def save(
     keep: int = 3,
     step: int | None = None,
     group: Group | None = None,
+    check: bool = True,
     **state: Any,
 ) -> Path:
     """Save a training run, so that :func:`lockstep.resume` continues it with the same bits; call it on every rank.
@@ -56,6 +57,9 @@ def save(
         keep: The number of checkpoints of this run to keep, the newest ones. Checkpoints of other runs stay.
         step: The step of the run; :func:`lockstep.resume` returns it.
         group: The ranks; the default group if None, this process alone if there is none.
+        check: If True, first compare the parameters of replicated modules, and the numbers and the state of the
+            optimizers that step them, between the ranks, as :func:`lockstep.check_in_sync` does. That reads all of it
+            once. A model whose replicas have drifted apart is not saved.
         **state: Modules (wrapped, compiled or plain), optimizers, schedulers, scalers, samplers and other objects with
             ``state_dict()`` and ``load_state_dict()``; generators; tensors, numbers, strings, and dicts, lists and
             tuples of these. Each name is the name of a file, without ``.pt``.
@@ -74,6 +78,7 @@ def save(
     Raises:
         CheckpointError: The checkpoint could not be written on some rank, or could not be read back; the message has
             the rank and the reason. Or another run has written to ``path`` meanwhile.
+        OutOfSyncError: Replicas have drifted apart; nothing has been written.
         AgreementError: Ranks save different names or kinds of objects, different values that are not marked by
             :func:`lockstep.checkpoints.per_rank`, or at different steps.
         CommunicationError: A rank does not answer. All ranks wait for the ranks that write, so the group's time-out has
@@ -92,7 +97,7 @@ def save(
     Stands for: ``if rank == 0: torch.save(...)``.
     """
     check_named(unnamed, "save()")
-    return Saving(Path(path), FileSystem(), Ranks(group)).save(state, keep, step)
+    return Saving(Path(path), FileSystem(), Ranks(group)).save(state, keep, step, check=check)
 
 
 class Saving:
@@ -106,6 +111,7 @@ class Saving:
         self._files = files
         self._ranks = ranks
         self._above = above
+        self._alike: dict[str, Any] = {}
         self._parts: dict[str, Parts] = {}
         self._kinds: dict[str, str] = {}
         self._gathered: list[Entry] = []
@@ -121,19 +127,31 @@ class Saving:
     def __repr__(self) -> str:
         return f"Saving({self._path}, number {self.number}, step {self._step}, rank {self._ranks.rank})"
 
-    def save(self, state: Mapping[str, Any], keep: int, step: int | None) -> Path:
+    def save(self, state: Mapping[str, Any], keep: int, step: int | None, *, check: bool = False) -> Path:
         """See :func:`lockstep.save`."""
-        self.begin(state, keep, step)
+        self.begin(state, keep, step, check=check)
         return self.write(self._ranks)
 
-    def begin(self, state: Mapping[str, Any], keep: int, step: int | None, *, copies: HostCopies | None = None) -> None:
-        """Take the state for :meth:`write`; with ``copies`` a copy, so that the training may go on meanwhile."""
+    def begin(
+        self,
+        state: Mapping[str, Any],
+        keep: int,
+        step: int | None,
+        *,
+        copies: HostCopies | None = None,
+        check: bool = False,
+    ) -> None:
+        """Take the state for :meth:`write`; with ``copies`` a copy, so that the training may go on meanwhile.
+
+        ``check``: compare what is to be alike on all ranks."""
         ranks, self._streams, self._keep, self._step = self._ranks, read_streams(), keep, step
         try:
             answers = ranks.together("save()", lambda: self._prepare(state))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
             with ranks.in_unison():
                 check_same_values(ranks.names, [answer["values"] for answer in answers])
+                if check:
+                    ranks.check_alike(self._alike)
             self._answers = answers
             self.number = 1 + max(answer["highest"] for answer in answers)
             if ranks.rank:
@@ -203,6 +221,7 @@ class Saving:
             raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
         entries = entries_of(state)
         self._kinds = {entry.name: entry.kind for entry in entries}
+        self._alike = {entry.name: entry.target for entry in entries if not (entry.is_own or entry.is_gathered)}
         self._parts = {entry.name: read(entry) for entry in entries if not entry.is_gathered}
         self._gathered = [entry for entry in entries if entry.is_gathered]
         self._check_loadable()

@@ -1,51 +1,59 @@
-"""``check_in_sync()``: compares the parameters and buffers of all ranks, by digest."""
+"""``check_in_sync()``: compares the parameters, buffers and optimizers of all ranks, by digest."""
 
 from typing import Never
 
-from torch.nn import Module, Parameter
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from lockstep._base.arguments import check_module, did_you_mean
-from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
-from lockstep.distributed.reduction.module.equal_values import compare
-from lockstep.distributed.replication.replication import find_replication, own_names
-from lockstep.errors import OutOfSyncError, UnknownOptionError
+from lockstep.distributed.replication.in_sync import (
+    check_alike,
+    check_same_layouts,
+    group_of,
+    names_of_parameters,
+    state_of,
+    values_of,
+)
+from lockstep.errors import UnknownOptionError
 from lockstep.phases import Phases
 
 
-def check_in_sync(module: Module, process_group: Group | None = None, **unknown: Never) -> None:
-    """Raise, on every rank, if a parameter or buffer of ``module`` differs between ranks.
+def check_in_sync(*objects: Module | Optimizer | Group, process_group: Group | None = None, **unknown: Never) -> None:
+    """Raise, on every rank, if modules or optimizers differ between ranks.
 
-    Values are compared by a digest of their bits. The digest takes one pass over the module's memory, on its device.
-    A single flipped bit always changes it. Call this function before saving, or in every hundredth step::
+    All values of a module are compared, by a digest of their bits, which takes one pass over the module's memory, on
+    its device. A single flipped bit always changes it. Of an optimizer all numbers in its ``param_groups`` are
+    compared, and, if it is PyTorch's own and not sharded, the tensors of its state::
 
-        if run.step % 100 == 0:
-            check_in_sync(model)
+        check_in_sync(model, optimizer)
 
-    What a replicated module leaves to each rank is not compared: ``ignored_modules``, ``params_and_buffers_to_ignore``,
-    and buffers with ``buffer_policy="local"``. Nor are buffers after a batch that has failed or was left out: they are
-    made equal with the next one.
+    In each step lockstep compares a part of that by itself. What a replicated module leaves to each rank is not
+    compared: ``ignored_modules``, ``params_and_buffers_to_ignore``, and buffers with ``buffer_policy="local"``. Nor are
+    buffers after a batch that has failed or was left out: they are made equal with the next one.
 
     Args:
-        module: A module with the same names, shapes and dtypes on every rank, replicated or not. If a parameter is a
-            ``DTensor``, its local part is compared.
-        process_group: The ranks; if None, the group that the module is replicated over, or the default group.
+        objects: Any number of modules with the same names, shapes and dtypes on every rank, replicated or not, and of
+            optimizers. If a parameter is a ``DTensor``, its local part is compared.
+        process_group: The ranks; if None, the group that the first module is replicated over, or the default group.
+            It may also be the last positional argument.
 
     Raises:
-        OutOfSyncError: A value differs; names the first tensor, the ranks and both digests.
+        OutOfSyncError: A value or a number differs; names the first ones, the ranks and the digests.
         AgreementError: Parameters or buffers differ between ranks.
-        OptionError: ``module`` is not a module.
+        OptionError: An object is neither a module nor an optimizer.
         UnknownOptionError: Another keyword argument is given (a ``TypeError``).
         CommunicationError: There is no group, or a rank does not answer.
 
-    Communicates one all-reduce of 4 KiB for names and layouts, another one for values, and more if there is a
-    difference.
+    Communicates one all-reduce of 4 KiB for names and layouts, another one for values, one for the numbers of
+    optimizers, and more if there is a difference.
 
     Example:
         >>> import torch, torch.distributed as dist
         >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
-        >>> check_in_sync(torch.nn.Linear(3, 2), group)
+        >>> model = torch.nn.Linear(3, 2)
+        >>> check_in_sync(model, torch.optim.SGD(model.parameters()), process_group=group)
 
     PyTorch has no such function.
     """
@@ -55,23 +63,28 @@ def check_in_sync(module: Module, process_group: Group | None = None, **unknown:
             f"{did_you_mean(name, ('module', 'process_group'))}. It compares values when it is called; in every N-th "
             "step of a loop: if run.step % N == 0: check_in_sync(model)"
         )
-    check_module(module, "check_in_sync()")
-    replication = find_replication(module)
-    of_module = replication.group if process_group is None and replication is not None else process_group
-    collectives = Collectives(needed_group(of_module), Phases())
-    own = own_names(module, module)
-    failed = (each for each in module.modules() if (its := find_replication(each)) and its.has_local_buffers)
-    local = {id(buffer) for each in failed for buffer in each.buffers()}
-    named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in own]
-    named = [each for each in named if id(each[1]) not in local]
-    lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
-    values = [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}", each) for name, each in named]
-    check_same_on_all_ranks(lines, collectives)
-    found = compare(values, collectives)
-    if found is not None:
-        raise OutOfSyncError(
-            f"{found}; something changed it on one rank only, such as an optimizer "
-            "step on gradients that were not synchronised, or with another learning rate, or a random number that "
-            "differs by rank. To leave out a tensor of which each rank has its own, such as a moving average, pass its "
-            "module to replicate(ignored_modules=[...])"
-        )
+    if len(objects) > 1 and not isinstance(objects[-1], Module | Optimizer) and hasattr(objects[-1], "rank"):
+        objects, process_group = objects[:-1], objects[-1]
+    optimizers = [each for each in objects if isinstance(each, Optimizer)]
+    modules = [each for each in objects if not isinstance(each, Optimizer)]
+    for each in modules if objects else [None]:
+        check_module(each, "check_in_sync()")
+    group = group_of(modules, optimizers) if process_group is None else process_group
+    collectives = Collectives(needed_group(group), Phases())
+    values = [
+        each
+        for number, module in enumerate(modules)
+        for each in values_of(module, f" of module {number} ({type(module).__name__})" if len(modules) > 1 else "")
+    ]
+    check_same_layouts(values, collectives)
+    names = names_of_parameters(modules)
+    values += [each for optimizer in optimizers for each in state_of(optimizer, names)]
+    check_alike(
+        values,
+        optimizers,
+        collectives,
+        "something changed it on one rank only, such as an optimizer "
+        "step on gradients that were not synchronised, or with another learning rate, or a random number that "
+        "differs by rank. To leave out a tensor of which each rank has its own, such as a moving average, pass its "
+        "module to replicate(ignored_modules=[...])",
+    )

@@ -69,12 +69,12 @@ class RunState:
         writes = "writes behind the training" if self._in_flight is not None else "writes nothing"
         return f"RunState({writes}, {self._paths})"
 
-    def save(self, path: Path, keep: int, step: int, state: dict[str, Any], *, wait: bool) -> Path:
+    def save(self, path: Path, keep: int, step: int, state: dict[str, Any], *, wait: bool, check: bool) -> Path:
         """See :meth:`Session.save`."""
         self._wait_for_save()
         known, ranks = self._of(path), Ranks(self._group)
         saving = Saving(path, FileSystem(), ranks, known.newest)
-        saving.begin(state, keep, step, copies=None if wait else self._copies)
+        saving.begin(state, keep, step, copies=None if wait else self._copies, check=check)
         if wait:
             saving.write(ranks)
         else:

@@ -204,6 +204,7 @@ class Session:
         keep: int = 3,
         step: int | None = None,
         wait: bool = True,
+        check: bool = True,
         **state: Any,
     ) -> Path:
         """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given.
@@ -220,7 +221,7 @@ class Session:
         check_named(unnamed, "save()")
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
-            return self._state.save(Path(path), keep, step, self._generators() | state, wait=wait)
+            return self._state.save(Path(path), keep, step, self._generators() | state, wait=wait, check=check)
 
     def snapshot(
         self,

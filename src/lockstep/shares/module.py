@@ -95,9 +95,10 @@ class ShareModule:
         self._spare = SpareMemory()
         self._look()
         here: Any = proxy(self)
-        self._drift = DriftWatch(
+        self.drift = DriftWatch(
             lambda: here._members.parameters, lambda: here._members, collectives, compares=compares_values
         )
+        """Compares what optimizers leave."""
         self._knows_steps = False
         """True if optimizers make as many steps as on all ranks that do the same, since the last step."""
         self.agreement = Agreement(self._members, collectives, compares_values, self._spare)
@@ -122,7 +123,7 @@ class ShareModule:
             self._gradients.restore_grads()
             self._now = None
         self._gradients.unhook()
-        self._drift.stop()
+        self.drift.stop()
 
     @property
     def alive(self) -> bool:
@@ -274,7 +275,7 @@ class ShareModule:
         self._now = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
-        self._drift.round, self._knows_steps = self.steps, True
+        self.drift.round, self._knows_steps = self.steps, True
         return [head.pace for head in heads]
 
     def _check_complete(self, step: Step) -> None:
@@ -306,7 +307,7 @@ class ShareModule:
             rows = self._rows_of_all(now, now.exchange, report)
         heads = Head.of_rows(rows)
         check_heads(heads, now.step, self._collectives)
-        self._drift.compare([head.drift for head in heads])
+        self.drift.compare([head.drift for head in heads])
         if any(each.differs for each in heads):
             self.agreement.renew(self._members, now.step, heads)
         self.agreement.check_buffers(buffers, heads)
@@ -337,7 +338,7 @@ class ShareModule:
             ends=loops.innermost.batch.ends,
             differs=now.exchange is None,
             is_late=now.exchange is not None and now.exchange.is_late,
-            drift=self._drift.tell(self.steps + 1, known=self._knows_steps),
+            drift=self.drift.tell(self.steps + 1, known=self._knows_steps),
             pace=now.pace,
         )
 
@@ -383,7 +384,7 @@ class ShareModule:
     def expect(self, precision: str | None, steps: int) -> None:
         """Continue after ``steps`` steps, whose forwards ran in that precision."""
         self._expected_precision = precision
-        self.steps = self._drift.round = steps
+        self.steps = self.drift.round = steps
 
     def _arrived(self, number: int) -> None:
         now = self._now

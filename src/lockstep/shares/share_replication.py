@@ -11,6 +11,7 @@ from lockstep._base.deal import Dealt
 from lockstep.distributed.comm.agreement import Line
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import resolve_group
+from lockstep.distributed.reduction.module.drift import DriftWatch
 from lockstep.distributed.reduction.module.managed_parameters import Owner
 from lockstep.distributed.reduction.module.selection import Contents
 from lockstep.distributed.replication.options import Options
@@ -43,6 +44,11 @@ class ShareReplication(Replication):
     def ready(self) -> bool:
         """See :class:`Replication`."""
         return self._module is not None
+
+    @property
+    def drift(self) -> DriftWatch | None:
+        """See :class:`Replication`."""
+        return None if self._module is None else self._module.drift
 
     def _check_group(self) -> None:
         group = resolve_group(self.options.group)

@@ -22,6 +22,7 @@ from lockstep.distributed.reduction.buckets.comm_hooks import Hook, check_hook, 
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
 from lockstep.distributed.reduction.module.buffers import BufferSet
+from lockstep.distributed.reduction.module.drift import DriftWatch
 from lockstep.distributed.reduction.module.managed_parameters import Owner
 from lockstep.distributed.reduction.module.parameters import ParameterSet
 from lockstep.distributed.reduction.module.selection import Contents, Selection
@@ -69,6 +70,11 @@ class ReducerReplication(Replication):
     def ready(self) -> bool:
         """True if gradients are synchronised already."""
         return self.reducer is not None
+
+    @property
+    def drift(self) -> DriftWatch | None:
+        """See :class:`Replication`."""
+        return None if self.reducer is None else self.reducer.common.drift
 
     @property
     def started_reducer(self) -> Reducer:

@@ -32,6 +32,7 @@ from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, resolve_group
 from lockstep.distributed.reduction.module.buffers import Buffer, write
+from lockstep.distributed.reduction.module.drift import DriftWatch
 from lockstep.distributed.reduction.module.managed_parameters import Owner
 from lockstep.distributed.reduction.module.selection import Contents, Selection, note_replicated
 from lockstep.distributed.replication.instance_methods import remove_all
@@ -243,6 +244,11 @@ class Replication(ABC):
     def has_local_buffers(self) -> bool:
         """True if the last batch has failed, or was left out: until the next one each rank has its own buffers."""
         return False
+
+    @property
+    def drift(self) -> DriftWatch | None:
+        """What watches that its replicas stay alike; None before it has started."""
+        return None
 
     @property
     def has_local_gradients(self) -> bool:

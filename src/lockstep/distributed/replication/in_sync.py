@@ -1,0 +1,115 @@
+"""Compares modules and optimizers of all ranks: numbers of optimizers, parameters, buffers, and optimizers' state."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lockstep.distributed.comm.agreement import Line, all_gather_object, check_same_on_all_ranks, describe_tensor
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.module.equal_values import compare
+from lockstep.distributed.reduction.module.optimizer_numbers import difference_in_numbers, numbers_of
+from lockstep.distributed.reduction.module.value_digests import comparable_state
+from lockstep.distributed.replication.replication import Replication, find_replication, own_names, replications
+from lockstep.errors import OutOfSyncError
+
+Values = list[tuple[str, Tensor]]
+
+
+def values_of(module: Module, of: str = "") -> Values:
+    """Return the parameters and buffers of a module that are to be the same on all ranks, with their names.
+
+    After a batch that has failed each rank has its own buffers, until the next one makes them equal.
+    """
+    own = own_names(module, module)
+    failed = (each for each in module.modules() if (it := find_replication(each)) and it.has_local_buffers)
+    local = {id(buffer) for each in failed for buffer in each.buffers()}
+    named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in own]
+    named = [each for each in named if id(each[1]) not in local]
+    return [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}{of}", each) for name, each in named]
+
+
+def state_of(optimizer: Optimizer, names: Mapping[int, str]) -> Values:
+    """Return what an optimizer keeps of the parameters that have ``names``, by ``id``, as far as it is compared."""
+    kind = type(optimizer).__name__
+    return [
+        (f"{key} of parameter {names[id(parameter)]} in {kind}", each)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
+        for key, each in comparable_state(optimizer, parameter)
+    ]
+
+
+def names_of_parameters(modules: Sequence[Module] = ()) -> dict[int, str]:
+    """Return the names of the parameters of modules, and of all that are replicated, by ``id``."""
+    names = {number: name for each in replications() for number, name in each.replicated_names().items()}
+    return names | {id(each): name for module in modules for name, each in module.named_parameters()}
+
+
+def check_alike(values: Values, optimizers: Sequence[Optimizer], collectives: Collectives, advice: str) -> None:
+    """Raise :class:`OutOfSyncError`, on every rank, if a number of an optimizer or a value differs between ranks.
+
+    Communicates what :func:`all_gather_object` does, twice, and once more if there is a difference.
+    """
+    lines = [line for each in optimizers for line in numbers_of(each, lambda group: True).lines()]
+    if optimizers:
+        rows = all_gather_object(lines, "numbers of optimizers", collectives)
+        told_by = {rank: dict(map(tuple, row)) for rank, row in zip(collectives.global_ranks, rows, strict=True)}
+        if difference := difference_in_numbers(told_by):
+            raise OutOfSyncError(f"{difference}. {advice}")
+    found = compare(values, collectives)
+    if found is not None:
+        raise OutOfSyncError(f"{found}; {advice}")
+
+
+def check_same_layouts(values: Values, collectives: Collectives) -> None:
+    """Raise :class:`AgreementError`, on every rank, if values have other names, shapes or dtypes on some rank."""
+    lines = [Line(name.partition(" ")[2], describe_tensor(tensor, layout=False)) for name, tensor in values]
+    check_same_on_all_ranks(lines, collectives)
+
+
+def compared_in_save(objects: Mapping[str, object], ranks: int) -> tuple[Values, list[Optimizer]]:
+    """Return the values that are to be alike, and the optimizers, of what a save of so many ranks has: the parameters
+    of replicated modules, and the state and the numbers of the optimizers that step them.
+
+    Buffers may differ until the next backward makes them equal.
+    """
+    found = [each for each in replications() if _is_compared(each, ranks)]
+    replicated = {number for each in found for number in each.replicated_names()}
+    stateful = {number for each in found if not _has_local(each) for number in each.replicated_names()}
+    names = {number: name for number, name in names_of_parameters().items() if number in stateful}
+    values: Values = []
+    optimizers: list[Optimizer] = []
+    for name, each in objects.items():
+        if isinstance(each, Module):
+            own = ((f"parameter {key} of {name}", p) for key, p in each.named_parameters() if id(p) in replicated)
+            values += own
+        elif isinstance(each, Optimizer) and any(id(p) in replicated for p in _parameters(each)):
+            optimizers.append(each)
+            values += state_of(each, names)
+    return values, optimizers
+
+
+def _is_compared(replication: Replication, ranks: int) -> bool:
+    watch = replication.drift
+    return watch is not None and watch.compares and watch.is_alike and replication.group.size() == ranks
+
+
+def _has_local(replication: Replication) -> bool:
+    return replication.drift is not None and replication.drift.has_local_steps
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def group_of(modules: Sequence[Module], optimizers: Sequence[Optimizer]) -> object:
+    """Return the group over which the first of these is replicated; None if none is."""
+    for module in modules:
+        replication = find_replication(module)
+        if replication is not None:
+            return replication.group
+    wanted = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
+    return next((each.group for each in replications() if not wanted.isdisjoint(each.replicated_names())), None)
