@@ -94,6 +94,11 @@ def _lanes(flat: Tensor) -> Tensor:
     return data.view(torch.int64)
 
 
+@lru_cache(maxsize=64)
+def _slice_factors(count: int, device: torch.device) -> Tensor:
+    return _factors(count, device, _IN_ROW)
+
+
 _NUMBERS = {1: torch.uint8, 2: torch.int16}
 
 
@@ -101,7 +106,7 @@ def slice_digest(flat: Tensor) -> Tensor:
     """Return a number of 64 bits of the bits of a one-dimensional tensor whose elements lie one after the other, in two
     or three operations: each four bytes, or less if the elements are smaller, times an odd number."""
     numbers = flat.view(_NUMBERS.get(flat.dtype.itemsize, torch.int32))
-    factors = _factors(len(numbers), flat.device, _IN_ROW)
+    factors = _slice_factors(len(numbers), flat.device)
     return torch.dot(numbers.long(), factors) if flat.is_cpu else (numbers * factors).sum()
 
 

@@ -91,7 +91,6 @@ class DriftWatch:
         self._number = 0  # of the round in which it told that
         self._is_first = True  # until all values have been compared after a step
         self._alike: dict[int, int] = {-1: 0}  # the last round after which each slice (-1: all) was alike
-        self._optimizers: IdentityMap[bool] = IdentityMap()  # that have stepped the parameters
         self._local_since: int | None = None  # collectives begun before a pass that did not synchronise
         self.has_local_steps = False
         """True if an optimizer has stepped on gradients of this rank alone."""
@@ -130,16 +129,18 @@ class DriftWatch:
             return
         begun = self._begun[id(optimizer)].pop()
         round_, ended = self.round, self._ended
-        for inner in list(ended)[begun[1] if begun[0] == round_ else 0 :]:
+        before = begun[1] if begun[0] == round_ else 0
+        for inner in list(ended)[before:] if len(ended) > before else ():
             del ended[inner]
         known = self._known.get(optimizer)
         if known is None or not self._is_as_before(known, optimizer):
             known = self._known[optimizer] = self._read(optimizer)
         ended.pop(id(optimizer), None)
         ended[id(optimizer)] = ref(optimizer), known
-        self._optimizers[optimizer] = True
         look = self._looks.get(round_)
         if look is None:
+            if not (self._is_first or self.table.due(round_)):
+                return
             look = self._looks[round_] = Look(self.table, round_, self._is_first)
         if look.concerns(optimizer) and not is_captured(self.table):
             optimizers = [each for link, _ in ended.values() if (each := link()) is not None]
@@ -194,9 +195,9 @@ class DriftWatch:
         self._told_numbers = [each.numbers for _, each in ended]
         digests = [each.digest for _, each in ended]
         digest = (digests[0] if len(digests) == 1 else told(digests)) if digests else 0
-        look = self._told_look = self._looks.pop(self._round_told_in(number), None)
-        for round_ in [each for each in self._looks if each < number - 1 - MOST_LATE]:
-            del self._looks[round_]
+        look = self._told_look = self._looks.get(self._round_told_in(number))
+        if self._looks:
+            self._looks = {round_: each for round_, each in self._looks.items() if round_ >= number - 1 - MOST_LATE}
         self._told = Told(digest, 0 if look is None else look.digest() or 0)
         return self._told
 
@@ -233,7 +234,7 @@ class DriftWatch:
         """Return the parameters, and with ``state`` what optimizers keep of them, with their names."""
         table = self.table
         named = [(f"parameter {name}", tensor) for name, tensor in zip(table.names, table.tensors, strict=True)]
-        for optimizer in self._optimizers if state else ():
+        for optimizer in self._known if state else ():
             for name, parameter in zip(table.names, table.tensors, strict=True):
                 kept = comparable_state(optimizer, parameter)
                 named += [(f"{key} of parameter {name} in {type(optimizer).__name__}", each) for key, each in kept]

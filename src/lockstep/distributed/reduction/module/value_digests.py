@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lockstep._base.devices import is_accelerator
 from lockstep._base.digests import slice_digest, text_digest
-from lockstep._base.inner_tensors import inner_tensors
+from lockstep._base.inner_tensors import inner_tensors, is_ordinary
 from lockstep._base.optimizer_steps import has_any
 
 ROUNDS = 256
@@ -135,6 +135,9 @@ def told(value: object) -> int:
 
 
 def _digests(tensor: Tensor, piece: Slice, parameter: Tensor) -> Iterator[Tensor]:
+    if is_ordinary(tensor) and tensor.is_contiguous() and tensor.shape == parameter.shape:
+        yield slice_digest(tensor.detach().view(-1)[piece.start : piece.start + _SLICE])
+        return
     parts = inner_tensors(tensor)
     if tensor.shape == parameter.shape and piece.inner < len(parts):
         yield slice_digest(_flat(parts[piece.inner])[piece.start : piece.start + _SLICE])
