@@ -87,6 +87,7 @@ class DriftWatch:
         self._late = 0  # rounds by which digests of values are told later than in the next one, alike on all ranks
         self._told = Told()
         self._told_look: Look | None = None
+        self._is_under_way = False  # what it was to tell has not arrived on the host
         self._told_numbers: list[Numbers] = []
         self._number = 0  # of the round in which it told that
         self._is_first = True  # until all values have been compared after a step
@@ -195,14 +196,14 @@ class DriftWatch:
         self._told_numbers = [each.numbers for _, each in ended]
         digests = [each.digest for _, each in ended]
         digest = (digests[0] if len(digests) == 1 else told(digests)) if digests else 0
-        look = self._told_look = self._looks.get(self._round_told_in(number))
-        if self._looks:
-            self._looks = {round_: each for round_, each in self._looks.items() if round_ >= number - 1 - MOST_LATE}
-        self._told = Told(digest, 0 if look is None else look.digest() or 0)
+        round_ = number - 1 - self._late
+        look = self._told_look = self._looks.get(round_)
+        if self._looks:  # one that has not arrived everywhere is told again
+            self._looks = {key: each for key, each in self._looks.items() if key >= min(round_, number - 1)}
+        values = 0 if look is None else look.digest()
+        self._is_under_way = values is None
+        self._told = Told(digest, values or 0)
         return self._told
-
-    def _round_told_in(self, number: int) -> int:
-        return number - 1 - self._late
 
     def heard(self, some_told: bool) -> None:
         """Note that a round has ended well; ``some_told``: some ranks have told a digest of values, others have not."""
@@ -214,7 +215,8 @@ class DriftWatch:
                 self._is_first, self._alike = False, {-1: look.round}
             elif look.numbers:
                 self._alike[look.numbers.start] = look.round
-        elif self._late < MOST_LATE and self.table.is_on_accelerator and self._is_awaited(self._number):
+        elif self._late < MOST_LATE and (self._is_under_way or (some_told and self.table.is_on_accelerator)):
+            # All ranks wait a round longer from here on: those where it is under way, and those that have told it.
             self._late += 1
 
     def compare(self, told: Sequence[Told]) -> None:
@@ -223,10 +225,6 @@ class DriftWatch:
         if any(len({*column} - {0}) > 1 for column in zip(*told, strict=True)):
             self.examine(takes_part=True)
         self.heard(len({each.values > 0 for each in told}) > 1)
-
-    def _is_awaited(self, number: int) -> bool:
-        round_ = self._round_told_in(number)
-        return round_ > 0 and (self._is_first or bool(self.table.due(round_)))
 
     # ------------------------------------------------------------------------------------- differences
 
@@ -249,9 +247,11 @@ class DriftWatch:
         """
         ranks, collectives, number = self._collectives.global_ranks, self._collectives, self._number
         lines = [line for each in self._told_numbers for line in each.lines()]
-        rows = all_gather_object([takes_part, self.has_local_steps, lines], "numbers of optimizers", collectives)
-        present = [rank for rank, row in enumerate(rows) if row[0]]
-        has_local = any(row[1] for row in rows)
+        row = [takes_part, self.has_local_steps, lines, self._late]
+        rows = all_gather_object(row, "numbers of optimizers", collectives)
+        self._late = max(each[3] for each in rows)  # digests of different rounds were compared if these differ
+        present = [rank for rank, each in enumerate(rows) if each[0]]
+        has_local = any(each[1] for each in rows)
         told_by = {ranks[rank]: dict(map(tuple, rows[rank][2])) for rank in present if rows[rank][2]}
         if difference := difference_in_numbers(told_by):
             raise OutOfSyncError(
