@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from harness import arguments
+from harness import arguments, ratio
 from torch import nn
 
 from lockstep._base.optimizer_steps import stop_observing
@@ -74,11 +74,10 @@ def measure(make: Any, steps: int) -> tuple[float, float, float, float]:
 def main() -> None:
     """Measure all."""
     steps = 30 * arguments(__doc__, 10).rounds
-    print(f"{'model':12} {'step':>9} {'no look':>9} {'a look':>9} {'added':>9} {'added / step':>13}")
     for make, share in ((mlp, 5.0), (many_small, 1.0), (conv_bn, 0.5), (encoder, 0.3)):
         step, none, look, mean = measure(make, max(22, round(steps * share)))
-        times = " ".join(f"{each * 1e6:6.1f} us" for each in (none, look, mean))
-        print(f"{make.__name__:12} {step * 1e3:6.2f} ms {times} {mean / step:12.2%}")
+        print(f"\n{make.__name__}: a step {step * 1e3:.2f} ms, no look {none * 1e6:.1f} us, a look {look * 1e6:.1f} us")
+        ratio(f"{make.__name__}, added on average / step", mean, step, 0.01)
 
 
 if __name__ == "__main__":
