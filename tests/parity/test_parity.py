@@ -457,17 +457,14 @@ def test_step_with_a_loss_that_learns(devices):
 
 
 def test_step_with_class_weights(devices):
-    """The loss of a replica counts by its rows, whatever the loss's own weights are: as documented."""
+    """The loss of a replica counts by the class weights of its labels, so the mean is that of the whole batch."""
     plain, parallel, x, _ = train(devices(3))
     labels = torch.tensor([0, 2, 1, 1, 0, 2, 2], device=x.device)
     weight = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64, device=x.device)
     loss = nn.CrossEntropyLoss(weight=weight)
-    per_replica = [
-        len(rows) / 7 * loss(plain(rows), target)
-        for rows, target in zip(x.tensor_split(3), labels.tensor_split(3), strict=True)
-    ]
-    sum(per_replica).backward()
-    assert_same(parallel.step(loss, x, labels), sum(per_replica).detach())
+    whole = loss(plain(x), labels)
+    whole.backward()
+    assert_same(parallel.step(loss, x, labels), whole.detach())
     same_gradients(parallel, plain)
 
 

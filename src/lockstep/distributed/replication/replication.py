@@ -337,9 +337,9 @@ def find_replication(module: Module) -> Replication | None:
 
 
 def replications() -> list[Replication]:
-    """Return all replications of this process, in the order in which they were made."""
+    """Return all replications of this process whose modules exist, in the order in which they were made."""
     found = (link() for link in _replications.values())
-    return list(dict.fromkeys(each for each in found if each is not None))
+    return list(dict.fromkeys(each for each in found if each is not None and each._selection.alive))
 
 
 def replication_of(module: Module, caller: str) -> Replication:
