@@ -120,8 +120,6 @@ class RankState:
         """True if it has other parameters, buffers or another hook than the ranks have agreed on."""
         self.used_at_last = b""
         """A one for each parameter that had a gradient in the last round that ended well."""
-        self.is_static = True
-        """True if all such rounds have used the same parameters on this rank."""
         self._members = members
         self._buffers = buffers
         self._drift = drift
@@ -208,10 +206,8 @@ class RankState:
 
     def note_used(self) -> None:
         """Note that a round has ended well."""
-        used = self.contribution.used
-        if used != self.used_at_last:
-            self.is_static = not self.used_at_last
-            self.used_at_last = bytes(used)
+        if self.contribution.used != self.used_at_last:
+            self.used_at_last = bytes(self.contribution.used)
 
     def end_round(self, opened: bool, knows_steps: bool) -> None:
         """Note that a backward pass with a round is over, whether or not the round has ``opened`` on this rank.

@@ -106,7 +106,6 @@ class Reducer:
         )
         self.passes = self.rank_state.passes
         self.home = threading.get_ident()  # the thread in which the module is used
-        self.error = ""  # the last error of a round, for logging
         self._open_passes: list[_OpenPass] = []  # passes under way that may come to the module, inside of one another
         self._round: Round | None = None  # of the last of them, if that synchronises and has opened it
         self._aborted: Round | None = None  # what it has sent may not have arrived yet
@@ -367,9 +366,6 @@ class Reducer:
                 own.contribution.used[:] = self.common.buckets.all_used
                 with torch.set_grad_enabled(False), self.finishing():  # no_grad() takes twice as long
                     self._finish(Part.FULL)
-            except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
-                raise
             finally:
                 self.end_pass()
             return True
@@ -412,9 +408,6 @@ class Reducer:
                     self._open_without_gradient()
                     return self._finish(part)
                 return self._finalize_pass(watched, part)
-            except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
-                raise
             finally:
                 self.end_pass()
 
@@ -535,8 +528,6 @@ class Reducer:
     @torch.no_grad()
     def abort(self) -> None:
         """After a failed backward on this rank, send what the others wait for, marked as failed, without waiting."""
-        number = self.rounds if self._round is None else self._round.number
-        self.error = f"round {number}: the backward pass failed on this rank"
         if self.collectives.is_lost:
             return
         part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED

@@ -59,7 +59,6 @@ class BufferSync:
         self._packing = _Packing((), ())
         self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # joined, but not sent yet
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
-        self._left = False
 
     @property
     def source(self) -> int:
@@ -69,10 +68,6 @@ class BufferSync:
     def set_active(self, ranks: Sequence[int] | None) -> None:
         """Use the values of the first of ``ranks``, or the mean over them, from now on; None or empty: all ranks."""
         self._active = ranks or range(self._collectives.world)
-
-    def leave(self) -> None:
-        """Stop assigning buffers, since something else makes them equal; they are still sent."""
-        self._left = True
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -165,8 +160,6 @@ class BufferSync:
 
     def read(self, packed_buffers: Tensor) -> None:
         """Assign the values in the summed end of a report."""
-        if self._left:
-            return
         for packed in self._packing.packed:
             if packed.averaged or not self._is_source:
                 values = packed_buffers[packed.place]
@@ -218,8 +211,6 @@ class BufferSync:
 
     def finish_large(self) -> None:
         """Wait for the large buffers, and assign them."""
-        if self._left:
-            self.drop_large()
         while self._sent:
             pending, flat, alike = self._sent.pop(0)
             pending.wait()

@@ -21,7 +21,6 @@ ranks the same, of optimizers other than PyTorch's own the state, and any state 
 gradients of one rank alone.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -80,8 +79,8 @@ class DriftWatch:
         self._collectives = collectives
         self._table: Table | None = None
         self._known: IdentityMap[Known] = IdentityMap()
-        # Steps under way, by the optimizer's id: the round, and how many had ended before.
-        self._begun: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        # Steps under way: the round, and how many had ended before. A step that fails never ends.
+        self._begun: IdentityMap[tuple[int, int]] = IdentityMap()
         self._ended: dict[int, tuple[ref[Optimizer], Known]] = {}  # steps since the last round, by the optimizer's id
         self._looks: dict[int, Look] = {}  # by round
         self._late = 0  # rounds by which digests of values are told later than in the next one, alike on all ranks
@@ -119,16 +118,17 @@ class DriftWatch:
     def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Note that an optimizer begins a step; there may be rounds in it, and steps of other optimizers."""
         if self.compares and has_any(optimizer, self.table.ids):
-            self._begun[id(optimizer)].append((self.round, len(self._ended)))
+            self._begun[optimizer] = self.round, len(self._ended)
 
     def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Look at the numbers of an optimizer that has made a step, and at what is due of its values.
 
         A step that another optimizer has made inside of it does not count: it may be one of a part of the parameters.
         """
-        if not self._begun.get(id(optimizer)):
+        begun = self._begun.get(optimizer)
+        if begun is None:
             return
-        begun = self._begun[id(optimizer)].pop()
+        self._begun.discard(optimizer)
         round_, ended = self.round, self._ended
         before = begun[1] if begun[0] == round_ else 0
         for inner in list(ended)[before:] if len(ended) > before else ():
