@@ -4,6 +4,7 @@ Most are shapes of public reports. Rank 1 makes a mistake at step ``AT`` of a tr
 """
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.distributed.reduction.module.drift import DriftWatch
+from lockstep.distributed.reduction.module.value_digests import Look
+from lockstep.distributed.replication.replication import find_replication
 from lockstep.errors import AgreementError, OutOfSyncError, ShardingError
 from threaded import run_ranks
 
@@ -423,3 +427,44 @@ def test_drift_is_named_on_accelerators(program):
     number, error = first
     assert str(error) == str(second[1])
     assert number <= AT + 4 + (LATE if program in SINGLE else SOON)
+
+
+HERE = threading.local()
+
+
+class LateOnce(Look):
+    """Digests of a slice, of which the first does not arrive in time on a rank that sets ``HERE.is_late``."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.is_late, HERE.is_late = HERE.is_late, False
+
+    def digest(self):
+        if self.is_late:
+            self.is_late = False
+            return None
+        return super().digest()
+
+
+def drift_with_late_digests(rank):
+    HERE.is_late = rank.rank == 1
+    training = Training(rank, "replicate", "AdamW")
+    found = training.run(weights_signs, AT + LATE)
+    return found, find_replication(training.net).drift._late
+
+
+@pytest.mark.usefixtures("sim")
+def test_ranks_wait_alike_if_digests_are_late_on_one_of_them(monkeypatch):
+    examine, rounds = DriftWatch.examine, []
+
+    def noting(watch, **options):
+        rounds.append(watch.round)
+        examine(watch, **options)
+
+    monkeypatch.setattr("lockstep.distributed.reduction.module.drift.Look", LateOnce)
+    monkeypatch.setattr(DriftWatch, "examine", noting)
+    (first, late), (second, other_late) = run_ranks(2, drift_with_late_digests, device="sim")
+    assert late == other_late == 1
+    assert str(first[1]) == str(second[1])
+    assert first[0] <= AT + 4 + SOON
+    assert min(rounds) > AT, "everything was compared where only digests were late"
