@@ -79,8 +79,9 @@ class DriftWatch:
         self._collectives = collectives
         self._table: Table | None = None
         self._known: IdentityMap[Known] = IdentityMap()
-        # Steps under way: the round, and how many had ended before. A step that fails never ends.
-        self._begun: IdentityMap[tuple[int, int]] = IdentityMap()
+        # Steps under way: the round, how many had ended before, and how many of the same optimizer have begun inside,
+        # since a class whose step calls its base class's may have hooks around both. A step that fails never ends.
+        self._begun: IdentityMap[tuple[int, int, int]] = IdentityMap()
         self._ended: dict[int, tuple[ref[Optimizer], Known]] = {}  # steps since the last round, by the optimizer's id
         self._looks: dict[int, Look] = {}  # by round
         self._late = 0  # rounds by which digests of values are told later than in the next one, alike on all ranks
@@ -118,7 +119,11 @@ class DriftWatch:
     def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Note that an optimizer begins a step; there may be rounds in it, and steps of other optimizers."""
         if self.compares and has_any(optimizer, self.table.ids):
-            self._begun[optimizer] = self.round, len(self._ended)
+            outer = self._begun.get(optimizer)
+            if outer is not None and outer[0] == self.round:
+                self._begun[optimizer] = *outer[:2], outer[2] + 1
+            else:
+                self._begun[optimizer] = self.round, len(self._ended), 0
 
     def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Look at the numbers of an optimizer that has made a step, and at what is due of its values.
@@ -128,7 +133,10 @@ class DriftWatch:
         begun = self._begun.get(optimizer)
         if begun is None:
             return
-        self._begun.discard(optimizer)
+        if begun[2]:
+            self._begun[optimizer] = *begun[:2], begun[2] - 1
+        else:
+            self._begun.discard(optimizer)
         round_, ended = self.round, self._ended
         before = begun[1] if begun[0] == round_ else 0
         for inner in list(ended)[before:] if len(ended) > before else ():
