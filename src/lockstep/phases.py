@@ -52,9 +52,9 @@ class Phases:
         """Return a context manager around one phase."""
         # A label costs 5 us even if no profiler records it; the flag belongs to the whole process.
         label = record_function(_text(name, detail, replica)) if profiler._is_profiler_enabled else None
-        if self.room in printed_rooms:
-            return _PrintedPhase(self, name, replica, label, _text(name, detail, replica))
-        return _TimedPhase(self, name, replica, label)
+        timed = _PrintedPhase() if self.room in printed_rooms else _TimedPhase()
+        timed.owner, timed.name, timed.detail, timed.replica, timed.label = self, name, detail, replica, label
+        return timed
 
     def statistics(self) -> Statistics:
         """Return a copy of the counts and times so far."""
@@ -88,13 +88,14 @@ class _Tally:
 class _TimedPhase:
     """One phase: a context manager."""
 
-    __slots__ = ("label", "name", "owner", "replica", "start")
+    __slots__ = ("detail", "label", "name", "owner", "replica", "start")
 
-    def __init__(self, owner: Phases, name: str, replica: int | None, label: record_function | None) -> None:
-        self.owner = owner
-        self.name = name
-        self.replica = replica
-        self.label = label
+    owner: Phases  # set by Phases.phase(), without one more call for each phase
+    name: str
+    detail: str
+    replica: int | None
+    label: record_function | None
+    start: float
 
     def __enter__(self) -> None:
         if self.label is not None:
@@ -119,19 +120,16 @@ class _TimedPhase:
 class _PrintedPhase(_TimedPhase):
     """A phase that is printed when it ends."""
 
-    __slots__ = ("text",)
-
-    def __init__(self, owner: Phases, name: str, replica: int | None, label: record_function | None, text: str) -> None:
-        super().__init__(owner, name, replica, label)
-        self.text = text
+    __slots__ = ()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
         ended = "" if kind is None else f", ended by {kind.__name__}"
+        text = _text(self.name, self.detail, self.replica)
         logging.getLogger(f"lockstep.{self.owner.room}").debug(
-            "%s: %.3f ms%s", self.text, 1e3 * (perf_counter() - self.start), ended
+            "%s: %.3f ms%s", text, 1e3 * (perf_counter() - self.start), ended
         )
 
 

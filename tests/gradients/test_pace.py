@@ -11,11 +11,10 @@ from lockstep.loop.statistics import TrainingStatistics
 def paced(*seconds, waits=5.0):
     """The pace of a rank that worked for so long in each round and then waited."""
     pace, now = CommStats(), 0.0
-    pace.waits(None, now)  # what was before the first round is not known
+    pace.waited(now, now, None)  # what was before the first round is not known
     for each in seconds:
-        pace.has_waited(now)
         now += each
-        pace.waits(None, now)
+        pace.waited(now, now + waits, None)
         now += waits
     return pace
 

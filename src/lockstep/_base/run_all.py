@@ -1,6 +1,7 @@
 """Runs each of several steps, even if one fails, since the other ranks run all of them as well."""
 
 from types import TracebackType
+from typing import NoReturn
 
 from lockstep.errors import LockstepError
 
@@ -47,12 +48,17 @@ class RunAll:
 
     def end(self) -> None:
         """Raise the first error, with those that say something else as notes."""
-        errors = self._errors[:]
-        self._errors.clear()
-        said = {str(errors[0])} if errors else set()
-        for later in errors[1:]:
-            if str(later) not in said:
-                errors[0].add_note(f"After it, {type(later).__name__}: {later}")
-            said.add(str(later))
-        if errors:
-            raise errors[0]
+        if self._errors:
+            raise_all(self._errors)
+
+
+def raise_all(errors: list[BaseException]) -> NoReturn:
+    """Raise the first of some errors, with those that say something else as notes; the list is empty then."""
+    first, *others = errors
+    errors.clear()
+    said = {str(first)}
+    for later in others:
+        if str(later) not in said:
+            first.add_note(f"After it, {type(later).__name__}: {later}")
+        said.add(str(later))
+    raise first

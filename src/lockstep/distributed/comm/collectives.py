@@ -246,17 +246,18 @@ class Collectives:
 
     def check_alive(self) -> None:
         """Raise unless :attr:`is_alive`."""
+        if self.is_alive:
+            return
         self._check_process()
         if self._state.lost:
             raise CommunicationError(
                 f"rank {self.global_rank} can no longer take part in what the other ranks of its process group do: "
                 f"{self._state.lost}. Destroy the group and make another, or start anew"
             )
-        if not self.is_alive:
-            raise CommunicationError(
-                f"rank {self.global_rank}: the process group has been destroyed; gradients cannot be synchronised any "
-                "more. Destroy it after the last backward, or run this one under no_sync()"
-            )
+        raise CommunicationError(
+            f"rank {self.global_rank}: the process group has been destroyed; gradients cannot be synchronised any "
+            "more. Destroy it after the last backward, or run this one under no_sync()"
+        )
 
     def begun(self) -> int | None:
         """Return the number of collectives begun in this process, on all groups that count them; None if this does
@@ -319,6 +320,10 @@ class Collectives:
             backend = self.group
         return backend.name() not in ("gloo", "mpi")
 
+    def count_bytes(self, tensor: Tensor) -> None:
+        """Count a tensor that is all-reduced; of a sparse one, its values (test_a_sparse_bucket)."""
+        self.comm_stats.bytes_reduced += tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
+
     def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, *, blocking: bool = False) -> Pending:
         """Start to sum a tensor, times each rank's ``factor``, over the ranks, in place.
 
@@ -326,7 +331,7 @@ class Collectives:
         """
         # NCCL returns no work for a collective that is not asynchronous.
         options = self._waited_for if blocking and tensor.is_cpu else self._begin_only
-        self.comm_stats.reduces(tensor)
+        self.count_bytes(tensor)
         with self.phases.phase("collective", f"all_reduce, {what}"):
             sender = self._sender(tensor, what)
             if sender.abilities is not None:  # it multiplies while it copies
@@ -348,7 +353,7 @@ class Collectives:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         options.asyncOp = not blocking
-        self.comm_stats.reduces(tensor)
+        self.count_bytes(tensor)
         with self.phases.phase("collective", f"all_reduce, {what}"):
             return self._begin(what, sender, sender.abilities.allreduce, [tensor], options, rounded_to=half)
 

@@ -4,8 +4,6 @@ from collections import deque
 from itertools import islice
 from statistics import median
 
-from torch import Tensor
-
 RECENT = 16
 """Number of rounds in the present median of step times."""
 
@@ -32,19 +30,16 @@ class CommStats:
         self._step_times: deque[float] = deque(maxlen=KEPT)
         self._ended: float | None = None
 
-    def reduces(self, tensor: Tensor) -> None:
-        """Count a tensor that is all-reduced; of a sparse one, its values (test_a_sparse_bucket)."""
-        self.bytes_reduced += tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
-
-    def waits(self, begun: float | None, now: float) -> None:
-        """Note that this rank waits for a round from ``now`` on; ``begun``: when its first collective began, if any."""
+    def waited(self, since: float, until: float, begun: float | None) -> None:
+        """Note that this rank has waited for a round; ``begun``: when its first collective began, if any."""
         if self._ended is not None:
-            self._step_times.append(now - self._ended)
+            self._step_times.append(since - self._ended)
         if begun is not None:
-            self.hidden_seconds += now - begun
+            self.hidden_seconds += since - begun
+        self._ended = until
 
     def has_waited(self, now: float) -> None:
-        """Note that the round is over."""
+        """Note that the round, of which more was to come, is over."""
         self._ended = now
 
     @property

@@ -57,8 +57,8 @@ class CommonState:
         self._caps = tuple(caps)
         self._half = half
         self._compares_values = compares_values
-        self.buffer_source_moved = False
-        """True if buffers are those of another rank than the first, which had run out of batches."""
+        # True if buffers are those of another rank than the first, which had run out of batches.
+        self._buffer_source_moved = False
         self._before_next_round: list[Callable[[], object]] = []
         self.drift = DriftWatch(
             lambda: [(each.name, each.parameter) for each in members.parameters],
@@ -67,9 +67,6 @@ class CommonState:
             compares=compares_values,
         )
         """Compares what optimizers leave."""
-        self.is_settled = False
-        """True if every parameter has a bucket, in a plan that has been made anew after the first round, there are no
-        communication hook, and nothing has to be agreed on."""
         self._has_warned = False
         self.plan_changes: Counter[str] = Counter()
         """Why buckets were made anew, and how often."""
@@ -90,11 +87,6 @@ class CommonState:
     def is_planned(self) -> bool:
         """True if the plan has been made anew after the first round."""
         return not self.plan.observes
-
-    def _settle(self) -> None:
-        has_hook = self.hook.hook is not None or self.hook.has_changed
-        self.drift.is_alike = self.hook.gives_the_same
-        self.is_settled = self.plan.is_whole and self.is_planned and self.is_ready and not has_hook
 
     @property
     def is_ready(self) -> bool:
@@ -122,7 +114,6 @@ class CommonState:
         self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, self.device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
         self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty, self._half)
-        self._settle()
 
     def adapt(self, verdict: Verdict) -> None:
         """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
@@ -137,11 +128,13 @@ class CommonState:
             return
         self._make_buckets()
 
-    def set_buffer_source(self, active: Sequence[int] | None) -> None:
-        """Buffers of the round that opens are those of the ``active`` ranks of the group; None: of all."""
-        if active is not None or self.buffer_source_moved:  # else ``join()`` may have chosen others
+    def begin_round(self, active: Sequence[int] | None) -> bool:
+        """Begin a round with the buffers of the ``active`` ranks of the group, of all if None; return True if this rank
+        has another hook or other buffers than were agreed on."""
+        if active is not None or self._buffer_source_moved:  # else ``join()`` may have chosen others
             self.buffers.set_active(active)
-            self.buffer_source_moved = active is not None
+            self._buffer_source_moved = active is not None
+        return self.hook.has_changed or self.buffers.changed()
 
     def count_round(self, number: int) -> None:
         """Note that the round of that number is over, and other ranks may have had something of it."""
@@ -163,7 +156,7 @@ class CommonState:
         """
         if self.hook.register(hook):
             self._make_buckets()
-        self._settle()
+        self.drift.is_alike = self.hook.gives_the_same
 
     def set_participants(self, ranks: Sequence[int], divide_by: float) -> None:
         """Inside ``join()``: which ranks have batches. The first one's buffers count; sums are divided by
@@ -176,7 +169,6 @@ class CommonState:
     def do_before_next_round(self, call: Callable[[], object]) -> None:
         """Call ``call``, which may communicate, before anything of the next round is sent, once."""
         self._before_next_round.append(call)
-        self._settle()
 
     def get_ready(self) -> None:
         """Do what has to be done before anything of a round is sent. What fails here fails on every rank, and leaves
@@ -189,8 +181,11 @@ class CommonState:
             self._before_next_round[0]()
             del self._before_next_round[0]
         if not self.hook.is_agreed:
-            self.hook.agree(self.collectives)
-        self._settle()
+            self._agree_on_hook()
+
+    def _agree_on_hook(self) -> None:
+        self.hook.agree(self.collectives)
+        self.drift.is_alike = self.hook.gives_the_same
 
     def look_for_retyped(self) -> bool:
         """Look for parameters that have become others on this rank, which have no gradient in buckets; return True if
@@ -200,14 +195,9 @@ class CommonState:
             self._make_buckets()
         return found
 
-    def differs(self) -> bool:
-        """Return True if this rank has another hook or other buffers than were agreed on."""
-        return self.hook.has_changed or self.buffers.changed()
-
     def agree_anew(self) -> list[ManagedParameter]:
         """Agree with all ranks on the hook and parameters; returns the new ones that any rank has a gradient of."""
-        self.hook.agree(self.collectives)
-        self._settle()
+        self._agree_on_hook()
         proposal = self.members.compare(self.collectives)
         if self._compares_values:
             check_equal_values([(each.name, each.parameter) for each in proposal.new], self.collectives)

@@ -181,14 +181,6 @@ class RankState:
         self.differs = self.differs or differs
         self._in_round = True
 
-    @property
-    def is_usual(self) -> bool:
-        """True if it contributes the gradients of one backward pass, and nothing else."""
-        own = self.contribution
-        if self.differs or self.padding_batch is not None:
-            return False
-        return own.window.is_unused and not own.is_local
-
     def warn_of_local_gradients(self, optimizer: Optimizer) -> None:
         """Warn that an optimizer uses a gradient that is this rank's only, unless the program may have summed it."""
         name = self.contribution.local_gradient(optimizer)
@@ -204,15 +196,11 @@ class RankState:
         """Note that the ranks have agreed on other parameters."""
         self.contribution = self.contribution.renumbered(self._members.parameters)
 
-    def note_used(self) -> None:
-        """Note that a round has ended well."""
-        if self.contribution.used != self.used_at_last:
-            self.used_at_last = bytes(self.contribution.used)
-
-    def end_round(self, opened: bool, knows_steps: bool) -> None:
+    def end_round(self, opened: bool, applied: bool, knows_steps: bool) -> None:
         """Note that a backward pass with a round is over, whether or not the round has ``opened`` on this rank.
 
-        ``knows_steps``: optimizers make as many steps from now on as on all ranks that do the same.
+        ``applied``: the round has ended well; ``knows_steps``: optimizers make as many steps from now on as on all
+        ranks that do the same.
 
         The contribution is dropped after a failure, too:
         test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
@@ -220,6 +208,8 @@ class RankState:
         self._in_round = False
         if not opened and self.padding_batch is not None:
             self.padding_batch.buffers.give_back()
+        if applied and self.contribution.used != self.used_at_last:
+            self.used_at_last = bytes(self.contribution.used)
         self.contribution.forget()
         self.passes.end_round()
         self.steps.end_round(known=knows_steps)
@@ -255,14 +245,14 @@ class RankState:
         batch = loops.batch
         if batch:  # batches are compared, so that a forward beside them is none that was skipped
             unused_forwards = 0
-        weights = window.weights
+        stops, ends, weights = loops.asks_to_stop, loops.innermost.batch.ends, window.weights
         drift = self._drift.tell(number, known=self.steps.count != UNKNOWN_STEPS)
         return Status(
             round=number,
             batch=batch,
             part=part,
-            stops=loops.asks_to_stop,
-            ends=loops.innermost.batch.ends,
+            stops=stops,
+            ends=ends,
             changed=self.differs,
             weighted=bool(weights),
             called=called,

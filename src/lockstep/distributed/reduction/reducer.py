@@ -34,7 +34,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
 from itertools import repeat
@@ -63,7 +63,6 @@ from lockstep.distributed.reduction.module.managed_parameters import (
     PassHooks,
     StreamTrigger,
     Trigger,
-    generation,
     hooks_of,
     note_outlived,
     owner_of,
@@ -92,6 +91,8 @@ class Reducer:
 
     retired = True
     """True if another replication has taken over all parameters, or the reducer is not complete yet."""
+    has_lost_parameters = False
+    """True if another reducer has claimed some of the parameters, and may still have them."""
 
     def __init__(self, common: CommonState, keeps: object) -> None:
         """``keeps``: an object to be kept alive by the reducer, the scheduler of the group."""
@@ -114,7 +115,6 @@ class Reducer:
         self._members = common.members
         self._has_hooks = False  # users have hooks on parameters, as the last pass found when it began
         self._route = _Route.UNKNOWN
-        self._ownership = -1, True  # with that generation of owners, this reducer synchronises all of the parameters
         self._triggers: dict[int, Trigger] = {}  # by number of the parameter, put onto it while a pass runs
         self._triggers_of: BucketsInUse | None = None  # the buckets that they are for; None: to be chosen anew
         self.retired = False
@@ -272,7 +272,8 @@ class Reducer:
     def _check_alive(self) -> None:
         try:
             self.collectives.check_alive()
-            self.decisions.check_outside_share(self.collectives.global_rank)
+            if self.decisions.shares:
+                self.decisions.check_outside_share(self.collectives.global_rank)
             if self.common.is_on_accelerator:
                 # The others cannot be told: that would be captured, too. They are expected to capture as well.
                 refuse_capture(self.common.device, "backward() of a replicated module")
@@ -285,10 +286,11 @@ class Reducer:
 
         ``expected``: the pass was expected to go through the module; ``passive``: this rank takes part without a pass.
         """
-        self.finish_aborted()
-        self._look_for_retyped()
-        self.common.set_buffer_source(self.decisions.active)
-        self.rank_state.begin_round(expected, self.common.differs())
+        if self._aborted is not None:
+            self.finish_aborted()
+        if not self._open_passes:
+            self._look_for_retyped()
+        self.rank_state.begin_round(expected, self.common.begin_round(self.decisions.active))
         before = self._open_passes[-1].snapshot if self._open_passes else GradientSnapshot(self._members.tracked)
         self._round = Round(self.common.rounds + 1, self.common, self.rank_state, before, passive)
 
@@ -301,7 +303,7 @@ class Reducer:
             came = watched.snapshot.changed()
             if self._round is not None:
                 came = self._round.with_taken(came)
-            if came and self._taken_over():
+            if came and self.has_lost_parameters:  # other modules may synchronise some of them by now
                 came = [position for position in came if self._owns(watched.snapshot.parameters[position])]
             watched.came = came
             if came and not watched.is_expected:
@@ -317,13 +319,6 @@ class Reducer:
         """True if backward passes may reach the module without going through outputs of its forward: until one pass has
         gone through them, and always once a pass has not."""
         return self._route is not _Route.THROUGH_FORWARD
-
-    def _taken_over(self) -> bool:
-        """Return True if other modules may synchronise some of the parameters by now."""
-        now = generation()
-        if self._ownership[0] != now:
-            self._ownership = now, all(map(self._owns, self._members.tracked))
-        return not self._ownership[1]
 
     def _owns(self, parameter: Parameter) -> bool:
         return owner_of(parameter) in (None, self)
@@ -347,58 +342,14 @@ class Reducer:
 
     # -------------------------------------------------------------------------------- finalize
 
-    def reduce_settled(self) -> bool:
-        """Reduce at the end of a usual pass, and give the parameters their gradients; else do nothing, and return
-        False.
-
-        One condition stands for those that the general path checks one by one. The result is the same.
-        """
-        with self._lock:
-            watched = self._open_passes[-1]
-            if not self._is_usual(watched):
-                return False
-            own = self.rank_state
-            try:
-                if self._round is None:
-                    if self.common.is_on_accelerator:
-                        self._check_alive()
-                    self._round = Round(self.common.rounds + 1, self.common, own, watched.snapshot)
-                own.contribution.used[:] = self.common.buckets.all_used
-                with torch.set_grad_enabled(False), self.finishing():  # no_grad() takes twice as long
-                    self._finish(Part.FULL)
-            finally:
-                self.end_pass()
-            return True
-
-    def _is_usual(self, watched: "_OpenPass") -> bool:
-        common, this = self.common, watched.this
-        if not (common.is_settled and watched.synchronises and watched.is_expected) or self._has_hooks:
-            return False
-        if len(self._open_passes) > 1 or self._aborted is not None or this.over or this.creates_graph:
-            return False
-        if not (self.rank_state.is_usual and self.decisions.is_usual):
-            return False
-        if self._ownership != (generation(), True):
-            return False
-        if common.buffer_source_moved or common.buffers.changed() or not self.collectives.is_alive:
-            return False
-        came = watched.snapshot.changed()
-        if self._round is not None:
-            came = self._round.with_taken(came)
-        return len(came) == len(watched.snapshot.parameters) == len(common.buckets.all_used)
-
-    def finishing(self) -> AbstractContextManager[object]:
-        """Return a context for :meth:`finalize_backward`: it is labelled and counted."""
-        return self.collectives.phases.phase("finish", f"round {self.rounds + 1}")
-
-    @torch.no_grad()
     def finalize_backward(self, part: Part = Part.FULL) -> Sequence[Parameter]:
         """Reduce all remaining buckets; return the parameters whose hooks have waited for that.
 
         ``part``: how this rank takes part.
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
-        with self._lock:
+        phase = self.collectives.phases.phase("finish", f"round {self.common.rounds + 1}")
+        with self._lock, torch.set_grad_enabled(False), phase:  # no_grad() takes twice as long
             try:
                 if self.rank_state.padding_batch is not None:
                     return self._finalize_padding(part)
@@ -407,22 +358,19 @@ class Reducer:
                     # This rank has no gradient of the module, but another rank may have.
                     self._open_without_gradient()
                     return self._finish(part)
-                return self._finalize_pass(watched, part)
+                if watched.this.creates_graph:
+                    _warn_of_graph()
+                if self._round is None:
+                    self._open(watched)
+                try:
+                    self._note_used(watched)
+                    self.rank_state.begin_pass()
+                except BaseException:  # of this rank alone: the report tells the others
+                    self.abort()
+                    raise
+                return self._finish(part)
             finally:
                 self.end_pass()
-
-    def _finalize_pass(self, watched: "_OpenPass", part: Part) -> Sequence[Parameter]:
-        if watched.this.creates_graph:
-            _warn_of_graph()
-        if self._round is None:
-            self._open(watched)
-        try:
-            self._note_used(watched)
-            self.rank_state.begin_pass()
-        except BaseException:  # of this rank alone: the report tells the others
-            self.abort()
-            raise
-        return self._finish(part)
 
     def _finalize_padding(self, part: Part) -> Sequence[Parameter]:
         """Finalize at a padding batch: contribute the gradients that were accumulated before it, if there are any."""
@@ -455,7 +403,7 @@ class Reducer:
         current = self._round
         if current is None:
             return ()
-        if not self.common.is_settled:
+        if not self.common.is_ready:
             self.common.get_ready()
         current.end_filling()
         try:
@@ -498,9 +446,9 @@ class Reducer:
                 else:
                     self._members.drop_gradients()
             if failed or ended is not None:
-                applied = not (failed or self.has_failed)
-                knows_steps = ended is not None and applied and not ended.is_joined
-                self.rank_state.end_round(ended is not None, knows_steps)
+                applied = ended is not None and not (failed or self.has_failed)
+                knows_steps = applied and ended is not None and not ended.is_joined
+                self.rank_state.end_round(ended is not None, applied, knows_steps)
             else:
                 self.rank_state.end_pass(accumulated)
             for outer in self._open_passes:  # the gradients of this pass do not belong to those
@@ -532,7 +480,8 @@ class Reducer:
             return
         part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
         try:
-            self._abort_round(part)
+            with self.collectives.phases.phase("finish", f"round {self.common.rounds + 1}"):
+                self._abort_round(part)
         except (CommunicationError, AgreementError, OptionError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         except Exception as error:

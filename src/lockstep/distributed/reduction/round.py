@@ -48,6 +48,8 @@ class Round:
         """What this rank says in the report, once backward has ended or failed."""
         self.has_failed = False
         """True if this rank has failed, and sends zeros from then on."""
+        self.is_joined = False
+        """True if this rank has run out of batches in ``Join``."""
         self.is_applied = False
         """True if the parameters have their gradients."""
         self.buckets = common.buckets
@@ -58,12 +60,13 @@ class Round:
         self._common = common
         self._own = own
         self._used = own.contribution.used
-        self._behind = NOTHING  # the report behind the last bucket
+        self._row = NOTHING  # in which the report travels
+        self._behind = NOTHING  # what is behind the last bucket: the report, or small buffers alone
         self._statuses: GatheredStatuses | None = None  # asked for by this rank, which has failed
         self._decisions = common.decisions
         self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
-        self._batch = self._decisions.batch
         self._divide_factor = common.gradient_divide_factor
+        self._has_large_buffers = False  # buffers that are not in the report
         self._undefined: list[int] = []
         self._pending: list[Waitable] = []
         self._in_two_steps: list[MeanInHalf | SumOfRows] = []  # buckets in half precision, and those with rows
@@ -82,11 +85,6 @@ class Round:
             if bucket is not None:
                 bucket.reduce_copies()
         return kept
-
-    @property
-    def is_joined(self) -> bool:
-        """True if this rank has run out of batches in ``Join``."""
-        return self.status is not None and self.status.part is Part.JOINED
 
     @property
     def has_begun(self) -> bool:
@@ -201,9 +199,9 @@ class Round:
 
     def launch_rest(self, status: Status) -> None:
         """Launch the remaining buckets, the buffers that are not in the report, and the report with the ``status``."""
-        self.status = status
+        self.status, self.is_joined = status, status.part is Part.JOINED
         common, row = self._common, self._common.transport.own_row
-        has_large = common.buffers.prepare_large(zeros=self.has_failed)
+        has_large = self._has_large_buffers = common.buffers.prepare_large(zeros=self.has_failed)
         used = self._used if 0 in self._used else None
         for bucket in self.buckets.in_order[self.next_bucket :]:
             is_last = bucket is self.buckets.report_bucket and not has_large and row is None
@@ -228,45 +226,37 @@ class Round:
 
     def _send_own(self, row: Tensor) -> None:
         """Send the report if it does not travel behind a bucket."""
-        transport = self._common.transport
+        assert self.status is not None
+        transport, self._row = self._common.transport, row
         self._write_report(row)
         if transport.own_buffers is not None:
-            transport.write_buffers(transport.own_buffers, self._said)
+            transport.write_buffers(transport.own_buffers, self.status)
             self._all_reduce(transport.own_buffers, "small buffers")
         self._all_reduce(row, "report", blocking=not self.has_failed)
 
     def _write_behind(self, row: Tensor) -> None:
         """Write what is sent behind the last bucket: the report, or small buffers alone."""
+        assert self.status is not None
         self._behind = row
         if self._common.transport.own_row is None:
+            self._row = row
             self._write_report(row)
         else:
-            self._common.transport.write_buffers(row, self._said)
-
-    @property
-    def _row(self) -> Tensor:
-        """The row in which the report travels."""
-        own = self._common.transport.own_row
-        return self._behind if own is None else own
-
-    @property
-    def _said(self) -> Status:
-        assert self.status is not None
-        return self.status
+            self._common.transport.write_buffers(row, self.status)
 
     def _write_report(self, row: Tensor) -> None:
+        assert self.status is not None
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
-        self._common.transport.write(row, self._used, list(self.late), self._said)
+        self._common.transport.write(row, self._used, list(self.late), self.status)
 
     def wait(self) -> None:
         """Return when all messages have arrived."""
-        comm_stats = self._common.collectives.comm_stats
-        comm_stats.waits(self._begun, time.perf_counter())
-        with self._common.collectives.phases.phase("wait"):
+        collectives, since = self._common.collectives, time.perf_counter()
+        with collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
-        comm_stats.has_waited(time.perf_counter())
+        collectives.comm_stats.waited(since, time.perf_counter(), self._begun)
 
     # -------------------------------------------------------------- reduced: the verdict is carried out
 
@@ -293,11 +283,11 @@ class Round:
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise
-        common.buffers.finish_large()
+        if self._has_large_buffers:
+            common.buffers.finish_large()
         if transport.has_buffers and not verdict.changed:  # those that go with the gradients
             alone = None if transport.splits else transport.own_row
             transport.take_buffers(self._behind if alone is None else alone)
-        own.note_used()
         used = self._parameters_in_order(verdict, added) if lists_used else ()
         if verdict.changed:
             if common.renew():
@@ -323,7 +313,8 @@ class Round:
 
     def _gather_statuses(self) -> GatheredStatuses:
         """Begin to gather the status of each rank, after the report, which has told all ranks that it is needed."""
-        return GatheredStatuses(self._common.collectives, self._said, f"statuses, round {self.number}")
+        assert self.status is not None
+        return GatheredStatuses(self._common.collectives, self.status, f"statuses, round {self.number}")
 
     def _agree(self, verdict: Verdict) -> Sequence[ManagedParameter] | None:
         """Carry out the agreement that the verdict asks for, and compare everything if optimizers have left something
@@ -403,7 +394,9 @@ class Round:
         statuses = () if self._statuses is None else self._statuses.wait()
         report = self._common.transport.read_earlier(self._row)
         if report is not None and report.sums is not None:
-            self._decisions.update(judge_loops(report.sums, statuses), self._batch, self._loop, aborted=True)
+            assert self.status is not None
+            loops = judge_loops(report.sums, statuses)
+            self._decisions.update(loops, self.status.batch, self._loop, aborted=True)
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep._base.optimizer_steps import observe_steps
-from lockstep._base.run_all import RunAll
+from lockstep._base.run_all import RunAll, raise_all
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import shared_object, watchers
 from lockstep.distributed.comm.groups import Group
@@ -64,19 +64,9 @@ class GroupScheduler(PassObserver):
         if not watching:
             return
         this.told.add(self)
-        if not (self.modules.exclusive and len(watching) == 1 and self._reduce_settled(watching[0], this)):
-            self._reduce_reached(this, *self._find_reached(watching, this))
-
-    def _reduce_settled(self, module: Reducer, this: BackwardPass) -> bool:
-        """Reduce the only module at once if nothing is unusual; return False if something is."""
-        try:
-            settled = module.reduce_settled()
-        except BaseException:
-            this.note_failure(module)
-            raise
-        if settled and watchers:
-            self._collectives.enter("training")
-        return settled
+        reached, silent = self._find_reached(watching, this)
+        if reached or silent:
+            self._reduce_reached(this, reached, silent)
 
     def _find_reached(self, watching: Sequence[Reducer], this: BackwardPass) -> tuple[list[Reducer], list[Reducer]]:
         """Return the modules for which the pass has brought gradients, and those through whose forward it has gone
@@ -96,23 +86,24 @@ class GroupScheduler(PassObserver):
 
     def _reduce_reached(self, this: BackwardPass, reached: Sequence[Reducer], silent: Sequence[Reducer]) -> None:
         """Accumulate the gradients of modules that do not synchronise, and reduce the others."""
-        if not (reached or silent):
-            return
-        reducing = [module for module in reached if module.synchronises]
-        if silent:
-            accumulates = this.accumulates
-            reducing += [each for each in silent if each.synchronises and each.rank_state.takes_part(accumulates)]
+        reducing: list[Reducer] = []
+        accumulating: list[Reducer] = []
+        for module in reached:
+            (reducing if module.synchronises else accumulating).append(module)
         try:
-            for module in reached:
-                if not module.synchronises:
-                    module.accumulate()
+            for module in accumulating:
+                module.accumulate()
+            if silent:
+                accumulates = this.accumulates
+                reducing += [each for each in silent if each.synchronises and each.rank_state.takes_part(accumulates)]
             if self.modules.exclusive:
                 self.reduce(reducing)
             elif reducing:
                 answer = self.modules.ask(reducing)
                 self._check_not_inside(answer.modules, this)
                 self.follow(answer, this=this)
-            self._collectives.enter("training")
+            if watchers:
+                self._collectives.enter("training")
         except BaseException:
             for module in reducing:
                 this.note_failure(module)
@@ -147,7 +138,7 @@ class GroupScheduler(PassObserver):
     def follow(
         self,
         answer: Answer[Reducer],
-        part_of: Callable[[Reducer], Part] = lambda _: Part.FULL,
+        part_of: Callable[[Reducer], Part] | None = None,
         this: BackwardPass | None = None,
     ) -> None:
         """Reduce the modules on which the ranks have agreed, as :meth:`reduce` does; raise if the pass, ``this`` one,
@@ -167,29 +158,34 @@ class GroupScheduler(PassObserver):
         else:
             self.reduce(answer.modules, part_of)
 
-    def reduce(self, modules: Sequence[Reducer], part_of: Callable[[Reducer], Part] = lambda _: Part.FULL) -> None:
-        """Run the rounds of modules, one after the other, in each of which this rank takes the given part; then users'
-        hooks.
+    def reduce(self, modules: Sequence[Reducer], part_of: Callable[[Reducer], Part] | None = None) -> None:
+        """Run the rounds of modules, one after the other, then users' hooks; ``part_of``: how this rank takes part in
+        the round of each module; None: fully in all.
 
         In ``Join``, a rank without batches keeps its gradients and its weights for a later round: see
         tests/loops/test_join_gradients.py.
         """
-        steps, reduced = RunAll(), list[tuple[Reducer, Sequence[Parameter]]]()
+        errors, reduced = list[BaseException](), list[tuple[Reducer, Sequence[Parameter]]]()
+        parts = [Part.FULL] * len(modules) if part_of is None else list(map(part_of, modules))
         with ExitStack() as stack:
-            parts = [(module, part_of(module)) for module in modules]
-            for module, part in parts:
+            for module, part in zip(modules, parts, strict=True):
                 if part is Part.JOINED:
                     stack.enter_context(module.rank_state.set_aside(lambda _: True))
-            for module, part in parts:
-                with steps, module.finishing():
+            for module, part in zip(modules, parts, strict=True):
+                try:
                     reduced.append((module, module.finalize_backward(part)))
+                except BaseException as error:
+                    errors.append(error)
             for module, parameters in reduced:
-                if parameters:
-                    with steps:
+                try:
+                    if parameters:
                         module.run_hooks(parameters)
+                except BaseException as error:
+                    errors.append(error)
         if modules:
-            self.decisions.round_ended()
-        steps.end()
+            self.decisions.skips_next = False
+        if errors:
+            raise_all(errors)
 
     # ------------------------------------------------------------------------ a pass, as it fails
 
@@ -219,8 +215,7 @@ class GroupScheduler(PassObserver):
             self.decisions.note_failure()
         try:
             if failing and self.modules.exclusive:
-                with failing[0].finishing():
-                    failing[0].abort()
+                failing[0].abort()
             elif failing:
                 part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
                 self._aborted = self.modules.tell(failing, part)

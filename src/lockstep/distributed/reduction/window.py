@@ -75,11 +75,6 @@ class Window:
         self._thread = 0  # in which a block is under way
         self._left: list[_Left] = []
 
-    @property
-    def is_unused(self) -> bool:
-        """True if no weights have been given."""
-        return not (self.weights or self._blocks or self.problem)
-
     @contextmanager
     def block(self, weight: float, parameters: Sequence[ManagedParameter], synchronises: bool) -> Iterator[None]:
         """Run a block with a weight, of a module with these parameters; ``synchronises``: a round is expected in it.

@@ -38,24 +38,19 @@ _version_of = attrgetter("_version")
 class GradientSnapshot:
     """The gradients of ``parameters`` and their versions at this moment."""
 
-    __slots__ = ("_versions", "grads", "parameters")
+    __slots__ = ("_versions", "grads", "is_empty", "parameters")
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = parameters
         self.grads: list[Tensor | None] = list(map(grad_of, parameters))
-        self._versions: list[int] | None = None  # None: no parameter has a gradient
-        if any(map(is_not, self.grads, repeat(None))):
-            self._versions = _versions(self.grads)
-
-    @property
-    def is_empty(self) -> bool:
+        self.is_empty = not any(map(is_not, self.grads, repeat(None)))
         """True if no parameter has a gradient."""
-        return self._versions is None
+        self._versions = [] if self.is_empty else _versions(self.grads)
 
     def changed(self) -> Sequence[int]:
         """Return the positions of gradients that have been set or changed since."""
         now: list[Any] = list(map(grad_of, self.parameters))
-        if self._versions is None:
+        if self.is_empty:
             if type(None) not in map(type, now):
                 return range(len(now))
             return list(compress(range(len(now)), map(is_not, now, repeat(None))))
@@ -68,7 +63,7 @@ class GradientSnapshot:
 
     def missing(self, positions: Sequence[int], now: Sequence[Any]) -> Sequence[int]:
         """Return the positions, among these, whose gradient, as it is ``now``, has not been set or changed since."""
-        if self._versions is None:
+        if self.is_empty:
             return list(compress(positions, map(is_, now, repeat(None)))) if type(None) in map(type, now) else ()
         return [
             position

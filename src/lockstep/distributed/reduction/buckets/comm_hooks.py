@@ -109,6 +109,8 @@ class HookInUse:
         self.is_agreed = False
         """True if the ranks have compared it."""
         self._offered: Hook | None = None  # registered since, but not in use yet
+        self.has_changed = False
+        """True if this rank has a hook that the ranks have not agreed on yet."""
         self._numbered: dict[int, _References] = {}  # by number, the parameters of the bucket that the hook has seen
 
     @property
@@ -120,15 +122,10 @@ class HookInUse:
         """Return True if the hook is in use immediately, as before the first round; otherwise it comes into use with
         the next agreement."""
         if self.is_agreed:
-            self._offered = hook
+            self._offered, self.has_changed = hook, True
         else:
             self.hook = hook
         return not self.is_agreed
-
-    @property
-    def has_changed(self) -> bool:
-        """True if this rank has a hook that the ranks have not agreed on yet."""
-        return self._offered is not None
 
     def agree(self, collectives: Collectives) -> None:
         """Compare the hooks of all ranks, which must call collectives alike."""
@@ -136,7 +133,7 @@ class HookInUse:
         name = "none" if hook is None else name_of(hook.call)
         check_same_on_all_ranks([Line("communication hook", name)], collectives)
         self.hook, self._offered = hook, None
-        self.is_agreed = True
+        self.is_agreed, self.has_changed = True, False
 
     def _number(self, bucket: Bucket) -> int:
         parameters = [member.parameter for member in bucket.members]

@@ -183,11 +183,6 @@ class AdaptivePlan:
         """True until the plan has been made from the order observed in the first round."""
         self.current = self._plan(sorted(trained, reverse=True))
 
-    @property
-    def is_whole(self) -> bool:
-        """True if every parameter is in a bucket."""
-        return len(self.current.members) == len(self._specs)
-
     def waits_for_end(self, bucket: PlannedBucket) -> bool:
         """Return True if a bucket is launched only after backward."""
         return not self._waiting.isdisjoint(bucket.indices)

@@ -37,7 +37,6 @@ from lockstep.distributed.reduction.module.equal_values import compare
 from lockstep.distributed.reduction.module.optimizer_numbers import (
     Group,
     Known,
-    Numbers,
     difference_in_numbers,
     numbers_of,
 )
@@ -88,7 +87,7 @@ class DriftWatch:
         self._told = Told()
         self._told_look: Look | None = None
         self._is_under_way = False  # what it was to tell has not arrived on the host
-        self._told_numbers: list[Numbers] = []
+        self._told_steps: list[tuple[ref[Optimizer], Known]] = []
         self._number = 0  # of the round in which it told that
         self._is_first = True  # until all values have been compared after a step
         self._alike: dict[int, int] = {-1: 0}  # the last round after which each slice (-1: all) was alike
@@ -201,9 +200,8 @@ class DriftWatch:
         if not (known and self.is_alike):
             ended = []
             self._looks.pop(number - 1, None)
-        self._told_numbers = [each.numbers for _, each in ended]
-        digests = [each.digest for _, each in ended]
-        digest = (digests[0] if len(digests) == 1 else told(digests)) if digests else 0
+        self._told_steps = ended
+        digest = ended[0][1].digest if len(ended) == 1 else told([each.digest for _, each in ended]) if ended else 0
         round_ = number - 1 - self._late
         look = self._told_look = self._looks.get(round_)
         if self._looks:  # one that has not arrived everywhere is told again
@@ -254,7 +252,7 @@ class DriftWatch:
         run out of batches in ``Join``.
         """
         ranks, collectives, number = self._collectives.global_ranks, self._collectives, self._number
-        lines = [line for each in self._told_numbers for line in each.lines()]
+        lines = [line for _, each in self._told_steps for line in each.numbers.lines()]
         row = [takes_part, self.has_local_steps, lines, self._late]
         rows = all_gather_object(row, "numbers of optimizers", collectives)
         self._late = max(each[3] for each in rows)  # digests of different rounds were compared if these differ

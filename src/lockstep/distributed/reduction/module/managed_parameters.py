@@ -143,6 +143,8 @@ class Owner(Protocol):
 
     retired: bool
     """True if another replication has taken over all of its parameters."""
+    has_lost_parameters: bool
+    """True if another reducer has claimed some of its parameters, and may still have them."""
 
     def manages(self, parameter: Parameter) -> bool:
         """Return True if it synchronises the parameter, or will once the ranks have agreed on it."""
@@ -170,22 +172,21 @@ _owners: dict[int, "ref[Owner]"] = {}
 """By ``id(parameter)``: the id stays valid because the reducer holds the parameter. A weak reference to the parameter
 would make ``torch.utils.swap_tensors`` refuse it."""
 _lock = threading.Lock()
-_generation = 0
 
 
 def claim(parameters: Iterable[Parameter], owner: Owner) -> None:
     """Let ``owner``, and no other reducer, synchronise the gradients of these parameters from now on."""
-    global _generation
     parameters = list(parameters)
     for hooks in filter(None, map(hooks_of, parameters)):
         hooks.pop(_OUTLIVED, None)
     with _lock:
         for number in [number for number, known in _owners.items() if known() is None]:
             del _owners[number]
-        link = ref(owner)
-        for parameter in parameters:
-            _owners[id(parameter)] = link
-        _generation += 1
+        earlier = {_owners.get(id(parameter)) for parameter in parameters}
+        _owners.update(dict.fromkeys(map(id, parameters), ref(owner)))
+    for loser in [link() for link in earlier if link is not None]:
+        if loser is not None and loser is not owner:
+            loser.has_lost_parameters = True
 
 
 def owner_of(parameter: Parameter) -> Owner | None:
@@ -193,11 +194,6 @@ def owner_of(parameter: Parameter) -> Owner | None:
     link = _owners.get(id(parameter))
     owner = None if link is None else link()
     return owner if owner is not None and owner.manages(parameter) else None
-
-
-def generation() -> int:
-    """Return a number that changes with each :func:`claim`."""
-    return _generation
 
 
 _ATTRIBUTES = (
@@ -252,14 +248,12 @@ def restore_later(module: Module, parameters: Sequence[Parameter], undo: ExitSta
 
 
 def _restore_owners(earlier: Mapping[int, "ref[Owner] | None"]) -> None:
-    global _generation
     with _lock:
         for number, link in earlier.items():
             if link is None:
                 _owners.pop(number, None)
             else:
                 _owners[number] = link
-        _generation += 1
 
 
 _OUTLIVED = -1

@@ -91,14 +91,8 @@ class Loop:
         batch, said = self.batch, self.said
         return not (batch.skipped or batch.failed or batch.raised or said.some_end or said.all_end)
 
-    @property
-    def is_usual(self) -> bool:
-        """True if nothing is unusual, and every rank has this batch and another one after it."""
-        return self.batch == _USUAL_BATCH and not (self.said.some_end or self.said.all_end)
 
-
-_USUAL_BATCH = _Batch()
-_may_be_padding, _is_usual = attrgetter("may_be_padding"), attrgetter("is_usual")
+_may_be_padding = attrgetter("may_be_padding")
 
 
 class Decisions:
@@ -111,7 +105,8 @@ class Decisions:
         self.innermost = self._loops[0]
         """The loop that rounds belong to."""
         self._padding: list[object] = []
-        self._shares: list[int] = []
+        self.shares: list[int] = []
+        """The shares of a batch that the rank is in."""
         self._requests: list[Callable[[], object]] = []
         self._aborted: list[weakref.WeakMethod[Any]] = []
         self.skips_next = False
@@ -194,17 +189,17 @@ class Decisions:
     @contextmanager
     def inside_share(self, share: int) -> Iterator[None]:
         """Run one share of a batch in a loop that goes through this rank's shares."""
-        self._shares.append(share)
+        self.shares.append(share)
         try:
             yield
         finally:
-            self._shares.pop()
+            self.shares.pop()
 
     def check_outside_share(self, global_rank: int) -> None:
         """Raise :class:`ShareError` inside of a share, of which another rank may have more or fewer."""
-        if self._shares:
+        if self.shares:
             raise ShareError(
-                f"rank {global_rank}: a backward pass in share {self._shares[-1]} of a batch has "
+                f"rank {global_rank}: a backward pass in share {self.shares[-1]} of a batch has "
                 "reached a module that is replicated without shares over the same process group, and would synchronise "
                 "it once for each share, of which ranks have different numbers; replicate it with as many shares, too, "
                 "run its backward after the loop over the batch's shares, or its forward under torch.no_grad()"
@@ -260,10 +255,6 @@ class Decisions:
         self.innermost.note(skipped=True, failed=False, raised=False)
         self.skips_next = False
 
-    def round_ended(self) -> None:
-        """Note that a backward that synchronises is over."""
-        self.skips_next = False
-
     def note_aborted(self, finish: Callable[[], object]) -> None:
         """Note a round that this rank has aborted; ``finish``: a method that reads its report, and updates this."""
         method = weakref.WeakMethod(finish)
@@ -282,13 +273,6 @@ class Decisions:
         return not self._stops and self.innermost.is_default
 
     @property
-    def is_usual(self) -> bool:
-        """True if this rank's next report has no news but the number of its batch, and all ranks have batches."""
-        if self._stops or self.skips_next or self._shares or self._padding:
-            return False
-        return all(map(_is_usual, self._loops)) and not (self._requests and self.asks_to_stop)
-
-    @property
     def has_failed(self) -> bool:
         """True if the round of this batch has failed, as all ranks know."""
         return self.innermost.batch.failed
@@ -301,7 +285,7 @@ class Decisions:
     @property
     def active(self) -> list[int] | None:
         """The group ranks that have a batch in all loops; None if all have. The same on all ranks after each report."""
-        if not self.may_be_padding:
+        if not any(map(_may_be_padding, self._loops)):
             return None
         ranks = range(self.group.size())
         return [rank for rank in ranks if all(loop.has_batch(rank) for loop in self._loops)]

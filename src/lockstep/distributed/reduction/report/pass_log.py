@@ -109,9 +109,9 @@ class PassLog:
 
     def end_round(self) -> None:
         """Note that the backward pass is over and was a round: start to count forwards from zero."""
-        self.end_pass()
         self._round += 1
-        self._through = self._unused_forwards = 0
+        self._called = self._through = self._unused_forwards = 0
+        self._own = False
 
 
 class StepLog:
