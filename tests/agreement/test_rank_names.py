@@ -178,7 +178,7 @@ CASES = {
     local_step: (UserWarning, ["rank {}: SGD.step() uses the gradient of parameter first.weight of this rank alone"]),
     destroyed: (CommunicationError, ["rank {}: the process group has been destroyed"]),
     failed_collective: (CommunicationError, ["rank {}, in a group of 2 ranks: all_reduce, gradients failed"]),
-    late_gradient_not_put_together: (PeerError, ["rank 1: rank 2 could not put together its late gradients"]),
+    late_gradient_not_put_together: (PeerError, ["rank 1: rank 2 could not put together the late gradients"]),
     forked: (CommunicationError, ["which is rank {}, in a group of 2 ranks. Run backward there"]),
 }
 

@@ -10,20 +10,18 @@ from fractions import Fraction
 import pytest
 import torch
 
-from lockstep.distributed.comm.sums import counts_exactly
+from lockstep.distributed.comm.record import counts_exactly
 from lockstep.distributed.reduction.report.status import (
     MOST_STEPS,
-    STATUS_BYTES,
+    ROW,
+    STATUSES,
     UNKNOWN_STEPS,
     Part,
     Report,
     ReportLayout,
     Status,
     Sums,
-    encode,
-    read_statuses,
     sums_of,
-    write_status,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -280,11 +278,8 @@ def test_gathered_statuses_are_those_that_were_written():
         for weight in (*WEIGHTS, *ODD_WEIGHTS)
         if not math.isnan(weight)
     ]
-    gathered = torch.empty(STATUS_BYTES * len(statuses), dtype=torch.uint8)
-    for place, status in zip(gathered.split(STATUS_BYTES), statuses, strict=True):
-        write_status(place, status)
-
-    assert read_statuses(gathered) == statuses
+    gathered = b"".join(bytes(STATUSES.pack(status).tolist()) for status in statuses)
+    assert STATUSES.unpack(gathered) == statuses
 
 
 # ---------------------------------------------------------------------------------- packed_buffers
@@ -311,7 +306,7 @@ def test_writing_clears_what_the_row_held():
     row = torch.full((layout.numel,), 9.0)
     layout.write(row, bytearray([1, 0]), [], Status(5))
 
-    assert row.count_nonzero() == 1 + sum(encode(Status(5), 1))  # one parameter, and the status
+    assert row.count_nonzero() == 1 + sum(ROW.encode(Status(5), 1))  # one parameter, and the status
     assert row[layout.packed_buffers].tolist() == [0.0] * 3
 
 

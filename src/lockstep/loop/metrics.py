@@ -13,7 +13,7 @@ from lockstep._base.tree import Leaf, Tree
 from lockstep.distributed.comm.agreement import Line, all_gather_object, first_differing, objects_of
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
-from lockstep.distributed.comm.sums import are_alike, bits_of
+from lockstep.distributed.comm.record import are_alike, bits_of
 from lockstep.distributed.reduction.report.decisions import Decisions, decisions_of
 from lockstep.errors import AgreementError, OptionError
 from lockstep.phases import Phases

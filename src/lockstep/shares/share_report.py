@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep._base.digests import text_digest
 from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.record import Packing
 from lockstep.distributed.reduction.module.drift import Told
 from lockstep.distributed.reduction.report.status import Part, Status, sums_of
 from lockstep.distributed.reduction.report.verdict import LoopVerdict, judge_loops
@@ -55,17 +56,16 @@ class Head(NamedTuple):
 
     def to_row(self) -> Tensor:
         """Return the head as bytes."""
-        return _packed(_HEAD, [*self[:-2], *self.drift, *self.pace])
+        return _HEADS.pack(self)
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """Return the heads of the rows of all ranks."""
-        unpacked = (_HEAD.unpack(bytes(row)) for row in rows[:, :HEAD_BYTES].tolist())
-        return [cls._make((*values[:-4], Told(*values[-4:-2]), Pace(*values[-2:]))) for values in unpacked]
+        return _HEADS.unpack(bytes(rows[:, :HEAD_BYTES].flatten().tolist()))
 
 
-_HEAD = struct.Struct("<4q6?QQdq")
-HEAD_BYTES = _HEAD.size
+_HEADS: Packing[Any] = Packing(Head)
+HEAD_BYTES = _HEADS.size
 """Size of a head in bytes."""
 
 
@@ -88,8 +88,8 @@ class ShareReport:
 
     def to_row(self) -> Tensor:
         """Return the report as bytes."""
-        body = _packed(self.layout, [*self.weights, *self.used, *self.changed_buffers])
-        return torch.cat([self.head.to_row(), body])
+        body = self.layout.pack(*self.weights, *self.used, *self.changed_buffers)
+        return torch.cat([self.head.to_row(), torch.frombuffer(bytearray(body), dtype=torch.uint8)])
 
     @classmethod
     def of_rows(cls, rows: Tensor, like: Self) -> tuple[list[Self], list[Tensor]]:
@@ -106,10 +106,6 @@ class ShareReport:
 def layout_of(shares: int, parameters: int, buffers: int) -> struct.Struct:
     """Return the layout of a report's row behind its head."""
     return struct.Struct(f"<{shares}d{parameters}?{buffers}q")
-
-
-def _packed(layout: struct.Struct, values: Sequence[Any]) -> Tensor:
-    return torch.frombuffer(bytearray(layout.pack(*values)), dtype=torch.uint8)
 
 
 def number_of(*parts: object) -> int:

@@ -23,7 +23,7 @@ from lockstep._base.digests import text_digest
 from lockstep._base.dtensors import local_part
 from lockstep._base.inner_tensors import describe, is_plain
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.comm.sums import are_alike, bits_of
+from lockstep.distributed.comm.record import are_alike, bits_of
 from lockstep.errors import AgreementError
 
 _WHAT_BYTES, _LENGTH_BYTES, _TEXT_BYTES = 4, 4, 120

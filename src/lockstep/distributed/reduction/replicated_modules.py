@@ -10,7 +10,7 @@ backward.
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Generic, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.distributed.comm.record import FAILURE
 from lockstep.distributed.reduction.report.status import Part
 
 M = TypeVar("M")
@@ -25,8 +26,6 @@ M = TypeVar("M")
 
 _RANKS_AT_ONCE = 31
 """The number of ranks that share a number of 64 bits, each with two bits for what it sends for itself."""
-_ONE_RANK = 1 << 32
-"""A rank that has failed adds this to its number, so that the sum has how many there are, and the number of one."""
 _lock = threading.Lock()
 _orders = 0  # the highest order of a group in this process
 
@@ -38,10 +37,8 @@ class Answer(NamedTuple, Generic[M]):
     """What each rank has sent for itself, from 0 to 3."""
     modules: list[M]
     """The modules that take part on any rank and still exist on this one, in the order of their creation."""
-    failed: int
-    """The number of ranks on which the backward pass has failed."""
-    numbers_of_failed: int
-    """The sum of their numbers in the group: its number, if only one has failed."""
+    failed: Mapping[str, int]
+    """On how many ranks the backward pass has failed: totals of :data:`FAILURE`."""
     skipped: bool
     """True if some rank leaves out the batch."""
 
@@ -112,14 +109,13 @@ class ReplicatedModules(Generic[M]):
     def tell(self, modules: Sequence[M], part: Part = Part.FULL, mark: int = 0) -> Question:
         """Tell the other ranks with which modules, and how, this one takes part, without waiting; ``mark``: what it
         sends for itself."""
-        rank, head = self._collectives.rank, self._head
-        row = torch.zeros(head + 2 + self.next_id, dtype=torch.int64)
-        row[rank // _RANKS_AT_ONCE] = mark << 2 * (rank % _RANKS_AT_ONCE)
-        row[head] = _ONE_RANK + rank if part is Part.FAILED else 0
-        row[head + 1] = part is Part.SKIPS
+        rank, marks = self._collectives.rank, [0] * self._head
+        marks[rank // _RANKS_AT_ONCE] = mark << 2 * (rank % _RANKS_AT_ONCE)
+        failure = FAILURE.encode(part is Part.FAILED, rank)
+        own = [0] * self.next_id
         for number, module in self.numbered().items():
-            row[head + 2 + number] = any(module is each for each in modules)
-        row = row.to(self._collectives.device)
+            own[number] = any(module is each for each in modules)
+        row = torch.tensor([*marks, *failure, part is Part.SKIPS, *own], dtype=torch.int64).to(self._collectives.device)
         return Question(row, self._collectives.all_reduce(row, "which modules take part"))
 
     @property
@@ -130,7 +126,9 @@ class ReplicatedModules(Generic[M]):
         """Tell the other ranks that these modules take part, and wait for their answers."""
         question = self.tell(modules, mark=mark)
         question.pending.wait()
-        told, head = question.row.tolist(), self._head
-        failed, skipped, *counts = told[head:]
+        sums, head = question.row.tolist(), self._head
+        behind = head + FAILURE.size
+        failed, _ = FAILURE.decode(sums[head:behind])
+        skipped, *counts = sums[behind:]
         taking_part = [module for number, module in self.numbered().items() if number < len(counts) and counts[number]]
-        return Answer(told[:head], taking_part, failed // _ONE_RANK, failed % _ONE_RANK, skipped > 0)
+        return Answer(sums[:head], taking_part, failed, skipped > 0)

@@ -4,17 +4,9 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.comm.sums import counts_exactly
+from lockstep.distributed.comm.record import counts_exactly
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
-from lockstep.distributed.reduction.report.status import (
-    STATUS_BYTES,
-    Part,
-    Report,
-    ReportLayout,
-    Status,
-    read_statuses,
-    write_status,
-)
+from lockstep.distributed.reduction.report.status import STATUSES, Part, Report, ReportLayout, Status
 
 _OWN_DTYPE = torch.float32
 
@@ -97,10 +89,8 @@ class GatheredStatuses:
     """An all-gather of statuses under way."""
 
     def __init__(self, collectives: Collectives, status: Status, what: str) -> None:
-        own = torch.zeros(STATUS_BYTES, dtype=torch.uint8, device="cpu")
-        write_status(own, status)
-        device = collectives.device
-        self._all = torch.zeros(STATUS_BYTES * collectives.world, dtype=torch.uint8, device=device)
+        own, device = STATUSES.pack(status), collectives.device
+        self._all = torch.zeros(STATUSES.size * collectives.world, dtype=torch.uint8, device=device)
         self._pending = collectives.all_gather_flat(self._all, own.to(device), what)
 
     def linger(self) -> None:
@@ -111,4 +101,4 @@ class GatheredStatuses:
     def wait(self) -> list[Status]:
         """Return the status of each rank."""
         self._pending.wait()
-        return read_statuses(self._all.cpu())
+        return STATUSES.unpack(bytes(self._all.tolist()))

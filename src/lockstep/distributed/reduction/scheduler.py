@@ -14,6 +14,7 @@ from lockstep._base.run_all import RunAll, raise_all
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import shared_object, watchers
 from lockstep.distributed.comm.groups import Group
+from lockstep.distributed.comm.record import ranks_that_failed
 from lockstep.distributed.reduction.autograd.engine import BackwardPass, PassObserver
 from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
 from lockstep.distributed.reduction.module.buffers import KeptBuffers
@@ -143,13 +144,12 @@ class GroupScheduler(PassObserver):
     ) -> None:
         """Reduce the modules on which the ranks have agreed, as :meth:`reduce` does; raise if the pass, ``this`` one,
         has failed on some rank."""
-        if answer.failed:
+        if answer.failed["failed"]:
             self._end_rounds(this)
             self.decisions.note_failure()
-            ranks = self._collectives.global_ranks
-            where = f"rank {ranks[answer.numbers_of_failed]}" if answer.failed == 1 else f"{answer.failed} ranks"
+            who = ranks_that_failed(answer.failed, self._collectives.global_ranks)
             raise PeerError(
-                f"rank {self._collectives.global_rank}: the backward pass failed on {where} before its gradients were "
+                f"rank {self._collectives.global_rank}: the backward pass failed on {who} before its gradients were "
                 "reduced; the error there says why. No gradient has been handed out"
             )
         if answer.skipped:

@@ -8,6 +8,7 @@ from torch import Tensor
 from lockstep._base.buckets import plan_buckets
 from lockstep._base.dtensors import like_parameter
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.record import FAILURE, ranks_that_failed
 from lockstep.distributed.comm.rows import SumOfRows
 from lockstep.distributed.reduction.buckets.bucket import Bucket, Empty, with_rows
 from lockstep.distributed.reduction.buckets.plan import AdaptivePlan
@@ -164,16 +165,15 @@ def _dense(
 
 def _check_all(failure: Exception | None, collectives: Collectives) -> None:
     """Raise on every rank if any rank has a failure."""
-    own = [0, 0] if failure is None else [1, collectives.rank]
-    failed = torch.tensor(own, dtype=torch.int64).to(collectives.device)
+    said = FAILURE.encode(failure is not None, collectives.rank)
+    failed = torch.tensor(list(said), dtype=torch.int64).to(collectives.device)
     collectives.all_reduce(failed, "whether each rank has its late gradients").wait()
     if failure is not None:
         raise failure
-    count, numbers = failed.tolist()
-    if count:
-        where = f"rank {collectives.global_ranks[numbers]}" if count == 1 else f"each of {count} ranks"
+    totals, _ = FAILURE.decode(failed.tolist())
+    if totals["failed"]:
         raise PeerError(
-            f"rank {collectives.global_rank}: {where} could not put together its late gradients; the error "
-            "there says why. No gradient has been handed out; every rank can go on with the next batch after "
-            "zero_grad()"
+            f"rank {collectives.global_rank}: {ranks_that_failed(totals, collectives.global_ranks)} could not put "
+            "together the late gradients; the error there says why. No gradient has been handed out; every rank can go "
+            "on with the next batch after zero_grad()"
         )

@@ -1,43 +1,33 @@
 """The status of each rank in a round, and the row of numbers that tells all ranks what their statuses add up to.
 
-The row is summed over the ranks together with the gradients, so it needs no collective of its own. Its length does not
-depend on the number of ranks: each rank writes zeros and ones, and their sums tell everything that a usual round has to
-know::
+The row is summed over the ranks together with the gradients, so it needs no collective of its own, and its length does
+not depend on the number of ranks: each rank writes zeros and ones, whose sums tell everything that a usual round has to
+know. First comes a one for each parameter of which the rank has a gradient, then a one for each whose gradient came
+after its bucket had left, or has no bucket; then the status, whose fields are declared below (:data:`ROW`); then small
+buffers (``buffers.py``).
 
-    used      one for each parameter   1 if this rank contributes a gradient
-    late      one for each parameter   1 if a gradient came after its bucket had left, or has no bucket
-    place     128                      the bits of the numbers of its round and of its batch
-    counts    15                       ones in places that count ranks: see :class:`Sums`
-    calls     48                       the bits of what it has counted: forwards, steps of optimizers
-    weight    128                      the bits of its weight, as a fixed-point number
-    failed    20                       the bits of its number if its backward has failed
-    drift     128                      the bits of the digests of what optimizers have left: see ``module/drift.py``
-    buffers   the rest                 small buffers (``buffers.py``)
-
-All ranks have written the same number if and only if each of its bits adds up to 0 or to the number of ranks. Sums of
-weights are exact. Only where ranks have to be named do they gather their statuses, in a collective of its own
-(:attr:`Sums.name_ranks`). A dtype can hold the row if it counts the ranks exactly (``comm/sums.py``).
+Only where ranks have to be named do they gather their statuses, in a collective of its own (:attr:`Sums.name_ranks`). A
+dtype can hold the row if it counts the ranks exactly (``comm/record.py``). To tell one number more, add it to
+:class:`Status`, and declare here what it adds up to.
 
 ``verdict.py`` has the rules about statuses; ``pass_log.py`` counts what a status says of forwards and passes.
 """
 
-import functools
 import itertools
 import math
-import struct
-from collections.abc import Sequence
-from ctypes import string_at
+from collections.abc import Callable, Sequence
 from enum import Flag, IntEnum, auto
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.distributed.comm.sums import are_alike, bits_of, total_of
+from lockstep.distributed.comm.record import Field, Fold, Packing, Record
 
 MOST_STEPS, UNKNOWN_STEPS = 254, 255
 """The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
-_FORMAT = struct.Struct("<QQB4?BIIBdQQ")
+_WEIGHT_BITS = 128
 
 
 class Part(IntEnum):
@@ -68,7 +58,7 @@ class Called(Flag):
 
 
 class Status(NamedTuple):
-    """How one rank takes part in a round; fields are packed in this order where statuses are gathered."""
+    """How one rank takes part in a round."""
 
     round: int = 0
     """The number of the round."""
@@ -150,11 +140,6 @@ class Sums(NamedTuple):
         return self.differ or self.skips > 0 or self.failed > 0 or some_without or self.with_odd_weight > 0
 
 
-_COUNTS = len(Sums._fields) - 4
-_PLACE_BITS = 128  # the round and the batch
-_PASS_BITS = 40  # how the pass called the module, and the forwards left out
-_STEP_BITS, _WEIGHT_BITS, _RANK_BITS, _DIGEST_BITS = 8, 128, 20, 64
-_SIZE = _PLACE_BITS + _COUNTS + _PASS_BITS + _STEP_BITS + _WEIGHT_BITS + _RANK_BITS + 2 * _DIGEST_BITS
 _WEIGHT_UNIT = 1 << 80  # weights of 2**-27 to 2**47 are exact
 
 
@@ -167,75 +152,59 @@ def _in_fixed_point(weight: float) -> int | None:
     return None if rest or units >> _WEIGHT_BITS - 1 else units
 
 
-def encode(status: Status, rank: int) -> bytes:
-    """Return what a rank adds to the row."""
-    *rest, numbers, values = status[2:]
-    rest += numbers > 0, values > 0
-    place = bits_of(status.round << 64 | status.batch, _PLACE_BITS)
-    return place + _encode_rest(tuple(rest), rank) + _encode_drift(numbers << _DIGEST_BITS | values)
+def _units(status: Status) -> int | None:
+    return _in_fixed_point(status.weight) if status.weighted else 0
 
 
-@functools.lru_cache(maxsize=64)
-def _encode_drift(digests: int) -> bytes:
-    return bits_of(digests, 2 * _DIGEST_BITS)
+def _flag(name: str, is_set: Callable[[Status], Any]) -> Field:
+    return Field(name, 1, Fold.SUM, lambda status: int(bool(is_set(status))))
 
 
-@functools.lru_cache(maxsize=64)  # it is the same in most rounds
-def _encode_rest(rest: tuple[Any, ...], rank: int) -> bytes:
-    """Return the counts, and the bits of the numbers that are no place, of a status without its round and batch, and
-    with flags in place of its digests."""
-    said = Status(0, 0, *rest)
-    has_pass, knows_steps = said.called != 0, said.steps != UNKNOWN_STEPS
-    has_run_out = said.part in (Part.PADDING, Part.JOINED)
-    units = _in_fixed_point(said.weight) if said.weighted else 0
-    counts = bytes(
-        (
-            True,
-            said.part == Part.PADDING,
-            said.part == Part.JOINED,
-            said.part == Part.SKIPS,
-            said.part == Part.FAILED,
-            said.stops,
-            said.ends,
-            said.changed,
-            said.weighted,
-            not (said.weighted or has_run_out),
-            has_pass,
-            knows_steps,
-            units is None,
-            said.numbers,
-            said.values,
-        )
-    )
+# In nearly every round: kept apart, so that the rest of the row is written only when something in it has changed.
+_CHANGING = Record(
+    Field("round", 64, Fold.SAME, attrgetter("round")),
+    Field("batch", 64, Fold.SAME, attrgetter("batch")),
+    Field("numbers", 64, Fold.SAME, attrgetter("numbers"), "with_numbers"),
+    Field("values", 64, Fold.SAME, attrgetter("values"), "with_values"),
+)
+_STEADY = Record(
+    _flag("ranks", lambda status: True),
+    _flag("padding", lambda status: status.part == Part.PADDING),
+    _flag("joined", lambda status: status.part == Part.JOINED),
+    _flag("skips", lambda status: status.part == Part.SKIPS),
+    _flag("failed", lambda status: status.part == Part.FAILED),
+    Field("numbers_of_failed", 20, Fold.WHO, lambda status: status.part == Part.FAILED),
+    _flag("stops", attrgetter("stops")),
+    _flag("ends", attrgetter("ends")),
+    _flag("changed", attrgetter("changed")),
+    _flag("weighted", attrgetter("weighted")),
+    _flag("without_weight", lambda status: not (status.weighted or status.part in (Part.PADDING, Part.JOINED))),
+    _flag("with_pass", attrgetter("called")),
+    _flag("with_steps", lambda status: status.steps != UNKNOWN_STEPS),
+    _flag("with_odd_weight", lambda status: _units(status) is None),
+    _flag("with_numbers", attrgetter("numbers")),
+    _flag("with_values", attrgetter("values")),
+    Field("called", 8, Fold.SAME, attrgetter("called"), "with_pass"),
     # Forwards gone through are compared only if ranks have left out different numbers of forwards.
-    calls = (said.called << 32 | said.unused_forwards if has_pass else 0) << 8 | (said.steps if knows_steps else 0)
-    failed = rank if said.part == Part.FAILED else 0
-    return (
-        counts
-        + bits_of(calls, _PASS_BITS + _STEP_BITS)
-        + bits_of(units or 0, _WEIGHT_BITS)
-        + bits_of(failed, _RANK_BITS)
-    )
+    Field("forwards", 32, Fold.SAME, lambda status: status.unused_forwards * (status.called != 0), "with_pass"),
+    Field("steps", 8, Fold.SAME, lambda status: status.steps % UNKNOWN_STEPS, "with_steps"),
+    Field("weight", _WEIGHT_BITS, Fold.SUM, lambda status: _units(status) or 0),
+)
+ROW = Record(*_CHANGING.fields, *_STEADY.fields)
+"""What a status adds to the row."""
 
 
 def decode(places: Sequence[float]) -> Sums:
     """Return what all ranks have written together, by place."""
-    rest = iter(places)
-    sizes = _PLACE_BITS, _COUNTS, _PASS_BITS, _STEP_BITS, _WEIGHT_BITS, _RANK_BITS, _DIGEST_BITS, _DIGEST_BITS
-    place, counts, passes, steps, weights, failed, numbers, values = (
-        list(itertools.islice(rest, size)) for size in sizes
-    )
-    told = Sums._make((*map(int, counts), False, 0.0, 0, False))
-    alike = are_alike(place, told.ranks) and are_alike(passes, told.with_pass) and are_alike(steps, told.with_steps)
-    weight = total_of(weights) / _WEIGHT_UNIT if told.weighted else 0.0
-    drift = not (are_alike(numbers, told.with_numbers) and are_alike(values, told.with_values))
-    failed_ranks = total_of(failed) if told.failed else 0
-    return told._replace(differ=not alike, weight=weight, numbers_of_failed=failed_ranks, drift=drift)
+    totals, differing = ROW.decode(places)
+    drift = {"numbers", "values"}
+    said = Sums(**totals, differ=not differing <= drift, drift=not drift.isdisjoint(differing))
+    return said._replace(weight=said.weight / _WEIGHT_UNIT if said.weighted else 0.0)
 
 
 def sums_of(statuses: Sequence[Status]) -> Sums:
     """Return what statuses add up to, as the row would."""
-    return decode([sum(column) for column in zip(*map(encode, statuses, itertools.count()), strict=False)])
+    return decode([sum(column) for column in zip(*map(ROW.encode, statuses, itertools.count()), strict=False)])
 
 
 class Report(NamedTuple):
@@ -261,11 +230,13 @@ class ReportLayout:
         self._late = parameters
         self._none_late = bytes(parameters)
         self._status = 2 * parameters
-        start = self._status + _SIZE
+        self._steady = self._status + _CHANGING.size
+        start = self._steady + _STEADY.size
         self.packed_buffers = slice(start, start + packed_buffers)
         self.numel = self.packed_buffers.stop
         self.has_buffers = packed_buffers > 0
         self._is_usual = False
+        self._said: tuple[Any, ...] = ()  # the part of the status that is written behind what is new in each round
         self._head = bytearray(start)
         self._numbers = torch.frombuffer(self._head, dtype=torch.uint8)
         with torch.inference_mode(False):
@@ -280,7 +251,10 @@ class ReportLayout:
         head[self._late : self._status] = self._none_late
         for index in late:
             head[self._late + index] = 1
-        head[self._status :] = encode(status, self._rank)
+        head[self._status : self._steady] = _CHANGING.encode(status, self._rank)
+        said = *status[2:-2], status.numbers > 0, status.values > 0
+        if said != self._said:
+            self._said, head[self._steady :] = said, _STEADY.encode(status, self._rank)
         self._is_usual = not late and status[_FLAGS] == _USUAL
         if self._is_usual:  # the sum if all ranks say the same
             torch.mul(self._numbers, self._ranks, out=self._alike)
@@ -311,14 +285,5 @@ class ReportLayout:
         return report if is_usual else report._replace(sums=sums)
 
 
-def write_status(place: Tensor, status: Status) -> None:
-    """Write a status into a tensor of :data:`STATUS_BYTES` bytes, to be gathered."""
-    place.copy_(torch.frombuffer(bytearray(_FORMAT.pack(*status)), dtype=torch.uint8))
-
-
-def read_statuses(gathered: Tensor) -> list[Status]:
-    """Return the statuses of all ranks."""
-    return [Status._make(each) for each in _FORMAT.iter_unpack(string_at(gathered.data_ptr(), gathered.numel()))]
-
-
-STATUS_BYTES = _FORMAT.size
+STATUSES = Packing(Status)
+"""Statuses as they are gathered."""

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from lockstep.distributed.comm.group_state import BATCHES_OF_A_LOOP
+from lockstep.distributed.comm.record import ranks_that_failed
 from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status, Sums
 from lockstep.errors import OptionError, PeerError
 
@@ -173,10 +174,9 @@ def _backward_failed(said: _Said) -> str:
 
 def _failed_and_left(sums: Sums, rank: int, ranks: Sequence[int]) -> Refusal:
     """Return the error where a rank has failed and ended its process, so that it could not give its status."""
-    where = f"rank {ranks[sums.numbers_of_failed]}" if sums.failed == 1 else f"{sums.failed} ranks"
-    return Refusal(
-        PeerError, f"rank {ranks[rank]}: backward failed on {where}; the error there says why. {NOT_HANDED_OUT}"
-    )
+    who = ranks_that_failed(sums._asdict(), ranks)
+    message = f"rank {ranks[rank]}: backward failed on {who}; the error there says why. {NOT_HANDED_OUT}"
+    return Refusal(PeerError, message)
 
 
 def _in_other_rounds(said: _Said) -> str:
