@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import threading
 import warnings
 import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,8 +278,6 @@ def in_sessions(rank, port, folder):
     """Saves in flight while the ranks train, of two sessions of the same processes."""
     dist.destroy_process_group()
     be_launched(rank, port)
-    made, connect = [], run_state.own_connection
-    run_state.own_connection = lambda *place: made.append(place) or connect(*place)
     for last in (False, True):
         with lockstep.session() as run:
             model = lockstep.replicate(nn.Linear(20, 20))
@@ -285,7 +286,7 @@ def in_sessions(rank, port, folder):
                 model(torch.full((1, 20), float(number))).sum().backward()
                 run.save(folder, wait=False, model=model, own=lockstep.checkpoints.per_rank(number))
             if last:
-                return run.resume(folder).values, [each.number for each in list_saved(folder)], len(made)
+                return run.resume(folder).values, [each.number for each in list_saved(folder)]
     return None
 
 
@@ -294,26 +295,44 @@ def test_sessions_save_behind_their_training(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = run_processes(2, in_sessions, store.port, tmp_path / "run")
-    assert results == [({"own": 5}, [11, 12, 13], 2)] * 2  # one connection for all saves of a session
+    assert results == [({"own": 5}, [11, 12, 13])] * 2
 
 
-def save_without_a_store(rank, port, pid, folder):
-    """The store is killed, of which the training hears nothing; the session waits no longer than it has to."""
+def save_without_a_store(rank, port, pid, number, folder):
+    """The store is gone, of which the training hears nothing; the session waits no longer than it has to, and leaves no
+    thread and no connection."""
     dist.destroy_process_group()
     be_launched(rank, port)
-    session = lockstep.session(timeout=600.0)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommunicationError) as raised, session as run:
-        patch.setattr(run_state, "RECONNECT_SECONDS", 0.5)
-        assert not run.agree(False)
-        if rank.rank == 0:
-            os.kill(pid, signal.SIGKILL)
-        assert not run.agree(False)
-        run.save(folder, wait=False, x=1)
-    return str(raised.value)
+    threads, connections = set(threading.enumerate()), set(sockets())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommunicationError) as raised:
+        patch.setattr(run_state, "ANSWER_SECONDS", 0.5)
+        with lockstep.session(timeout=600.0) as run:
+            run.save(folder, wait=False, x=0)
+            assert not run.agree(False)
+            if rank.rank == 0:
+                os.kill(pid, number)
+            assert not run.agree(False)
+            run.save(folder, wait=False, x=1)
+    for each in set(threading.enumerate()) - threads:
+        each.join(30)
+        assert not each.is_alive(), each
+    text = str(raised.value)
+    del raised, run
+    gc.collect()
+    assert set(sockets()) <= connections
+    return text
 
 
-@pytest.mark.around
-def test_a_store_that_was_killed_meanwhile(tmp_path):
+def sockets():
+    """The sockets of this process."""
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if (link := os.readlink(each)).startswith("socket:"):
+                yield link
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.around)])
+def test_a_store_that_is_gone_meanwhile(number, tmp_path):
     code = (
         "import torch.distributed as dist, signal; "
         "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
@@ -322,7 +341,7 @@ def test_a_store_that_was_killed_meanwhile(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         try:
             port = int(process.stdout.readline())
-            results = run_processes(2, save_without_a_store, port, process.pid, tmp_path / "run")
+            results = run_processes(2, save_without_a_store, port, process.pid, number, tmp_path / "run")
         finally:
             process.kill()
     assert all("store" in each for each in results)

@@ -142,3 +142,15 @@ def reachable_address(others: Iterable[str]) -> str | None:
         return chosen
     towards = map(address_towards, others)
     return next((each for each in towards if each is not None and not is_loopback(each)), None)
+
+
+def shut_down_in(thread: int, port: int) -> None:
+    """Shut down the socket on which a thread waits for a peer, if that has this ``port``: what waits in C++ raises.
+
+    ``thread`` is the system's number of it. Does nothing on systems without ``/proc``.
+    """
+    with contextlib.suppress(OSError, ValueError, LookupError, OverflowError):  # it waits for something else
+        call = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
+        with socket.socket(fileno=os.dup(int(call[1], 16))) as waited_for:
+            if waited_for.getpeername()[1] == port:
+                waited_for.shutdown(socket.SHUT_RDWR)

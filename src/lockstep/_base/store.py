@@ -6,6 +6,7 @@ and the caller waits for a limited time. While ranks connect, a working store ma
 asks the name service for the name of each address that connects, and waits for the answer.
 """
 
+import copy
 import queue
 import threading
 import time
@@ -50,20 +51,25 @@ class BoundedStore:
         self.raw = store
         """The plain store, to be passed on but not called."""
         self._seconds = seconds
-        self._calls: queue.SimpleQueue[_StoreCall | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._progress = _AnswerClock()
+        self._caller = _StoreThread()
         self._look: Future[None] | None = None
-        self._end = weakref.finalize(self, self._calls.put, None)
+        self._end = weakref.finalize(self, self._caller.calls.put, None)
 
-    def close(self) -> None:
-        """End the thread when the calls that have begun are over; further calls raise :class:`StoreLostError`."""
+    def part(self, name: str, seconds: float) -> "BoundedStore":
+        """Return a part of this store, with a limit of its own; it has the same thread, and ends with this one."""
+        part = copy.copy(self)
+        part.raw, part._seconds = PrefixStore(name, self.raw), seconds
+        return part
+
+    def close(self, *, shut_down: bool = False) -> None:
+        """End the thread when the calls that have begun are over; further calls raise :class:`StoreLostError`.
+
+        With ``shut_down`` a call that waits for an answer raises, too: only for a store on a connection of its own.
+        """
         self._end()
-        with self._lock:  # it may be about to start
-            thread = self._thread
-        if thread not in (None, threading.current_thread()):
-            thread.join(CLOSE_SECONDS)
+        if self._caller.is_busy_after(CLOSE_SECONDS) and shut_down:
+            network.shut_down_in(self._caller.native_id, port_of(self.raw))
+            self._caller.is_busy_after(CLOSE_SECONDS)
 
     def set(self, key: str, value: str, seconds: float | None = None) -> None:
         """Write a value; ``seconds`` is the limit of this call."""
@@ -138,20 +144,14 @@ class BoundedStore:
         self._look = self._submit(look)
 
     def _submit(self, function: "Callable[[Any], T]") -> "Future[T]":
-        call = _StoreCall(function)
-        self._calls.put(call)
-        with self._lock:
-            if self._thread is None:
-                what = self.raw, self._calls, self._progress
-                self._thread = threading.Thread(target=_serve, args=what, name="lockstep store", daemon=True)
-                self._thread.start()
-        return call.future
+        store = self.raw
+        return self._caller.submit(_StoreCall(lambda: function(store)))
 
     def _call(self, function: "Callable[[Any], T]", seconds: float | None = None) -> T:
         seconds = self._seconds if seconds is None else seconds
         if not self._end.alive:
             raise StoreLostError("the store at which the ranks meet is used no more: its group has ended")
-        if self._progress.waited() > seconds:
+        if self._caller.waited() > seconds:
             raise _lost(seconds)
         future = self._submit(function)
         try:
@@ -192,53 +192,71 @@ def bounded(function: "Callable[[], T]", seconds: float) -> "T":
 
 def in_background(function: "Callable[[], T]") -> "Future[T]":
     """Return the future of a call that runs on a thread of its own, which does not keep an interpreter from ending."""
-    call = _StoreCall(lambda _: function())
-    threading.Thread(target=call.run, args=(None,), name="lockstep background", daemon=True).start()
+    call = _StoreCall(function)
+    threading.Thread(target=call.run, name="lockstep background", daemon=True).start()
     return call.future
 
 
 class _StoreCall:
     """One call and its result."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
         self.future: Future[Any] = Future()
 
-    def run(self, store: Any) -> None:
+    def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            result = self._function(store)
+            result = self._function()
         except BaseException as error:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
 
 
-class _AnswerClock:
-    """The time since which a store's thread waits for an answer."""
+class _StoreThread:
+    """Runs calls in order, on a thread that starts at the first one and ends at None. Holds no reference to the
+    :class:`BoundedStore`, so that it ends with that."""
 
     def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[_StoreCall | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._since: float | None = None
 
-    def begin(self) -> None:
-        self._since = time.monotonic()
-
-    def end(self) -> None:
-        self._since = None
+    def submit(self, call: _StoreCall) -> "Future[Any]":
+        self.calls.put(call)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="lockstep store", daemon=True)
+                self._thread.start()
+        return call.future
 
     def waited(self) -> float:
+        """Return the seconds for which the thread has waited for an answer."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
+    def is_busy_after(self, seconds: float) -> bool:
+        """Return True if the thread has not ended after some seconds; False on the thread itself."""
+        with self._lock:  # it may be about to start
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return False
+        thread.join(seconds)
+        return thread.is_alive()
 
-def _serve(store: Any, calls: "queue.SimpleQueue[_StoreCall | None]", progress: _AnswerClock) -> None:
-    """Run the calls in order. Holds no reference to the :class:`BoundedStore`, so that this ends with it."""
-    while (call := calls.get()) is not None:
-        progress.begin()
-        call.run(store)
-        progress.end()
-        del call
+    @property
+    def native_id(self) -> int:
+        return 0 if self._thread is None else self._thread.native_id or 0
+
+    def _serve(self) -> None:
+        while (call := self.calls.get()) is not None:
+            self._since = time.monotonic()
+            call.run()
+            self._since = None
+            del call
 
 
 def address_towards(store: Any) -> str:

@@ -221,6 +221,11 @@ class FailureChannel:
         """Return in words which collectives some ranks were in: see :meth:`Calls.compare`."""
         return self._calls.compare(key, what, ranks)
 
+    def part_of_store(self, name: str, seconds: float) -> BoundedStore:
+        """Return a part of the store at which the ranks have met, on the channel's connection, whose calls have a limit
+        of their own; it ends with the channel."""
+        return self._log.bounded_store.part(name, seconds)
+
     # ------------------------------------------------------------------------------- what is known
 
     @property

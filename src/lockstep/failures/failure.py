@@ -135,7 +135,8 @@ class FailureLog:
     """The failures of a run, in an order that is the same for all ranks."""
 
     def __init__(self, store: Any) -> None:
-        self._bounded_store = BoundedStore(store)
+        """Keep the log in a store that is on a connection of its own."""
+        self.bounded_store = BoundedStore(store)
         self._lock = threading.Lock()
         self.entries: list[Failure] = []
         """The entries read so far."""
@@ -146,7 +147,7 @@ class FailureLog:
         try:
             with self._lock:
                 while True:
-                    there = self._bounded_store.compare_set(_key(len(self.entries)), "", text)
+                    there = self.bounded_store.compare_set(_key(len(self.entries)), "", text)
                     self.entries.append(_unpacked(there))
                     log_of("failures").debug("entry %d: %s", len(self.entries), there)
                     if there == text:
@@ -158,17 +159,17 @@ class FailureLog:
     def read(self) -> list[Failure]:
         """Read the new entries; return all entries. Raises :class:`StoreLostError`."""
         with self._lock:
-            while (text := self._bounded_store.read(_key(len(self.entries)))) is not None:
+            while (text := self.bounded_store.read(_key(len(self.entries)))) is not None:
                 self.entries.append(_unpacked(text))
         return self.entries
 
     def look(self, found: Callable[[Failure], object]) -> None:
         """Call ``found`` with the first entry, if there is one, from another thread; does not wait for the store."""
-        self._bounded_store.look(_key(0), lambda text: found(_unpacked(text)))
+        self.bounded_store.look(_key(0), lambda text: found(_unpacked(text)))
 
     def close(self) -> None:
         """Close the connection; the log cannot be used any more."""
-        self._bounded_store.close()
+        self.bounded_store.close(shut_down=True)
 
     @property
     def first(self) -> Failure | None:

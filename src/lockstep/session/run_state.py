@@ -6,9 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
-
-from lockstep._base.store import BoundedStore, in_background, own_connection
+from lockstep._base.store import in_background
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.memory import MemoryFolder, has_memory
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
@@ -18,10 +16,10 @@ from lockstep.checkpoints.snapshots import Pace, Snapshots
 from lockstep.checkpoints.state import HostCopies
 from lockstep.distributed.comm.groups import Group
 from lockstep.errors import CommunicationError
-from lockstep.session.watch import store_of, unused_part
+from lockstep.failures.channel import FailureChannel
 
-RECONNECT_SECONDS = 10.0
-"""Seconds for a thread to connect to the store at which the ranks have met, and for its answers; it may have been
+ANSWER_SECONDS = 10.0
+"""Seconds in which the store at which the ranks have met has to answer a save behind the training; it may have been
 killed since then."""
 
 
@@ -44,13 +42,13 @@ class PathState:
 class RunState:
     """The checkpoints and snapshots of a session, on one rank.
 
-    ``check`` raises if another rank has failed. ``timeout`` is the number of seconds to wait for a rank behind the
+    The ``channel`` is None if there is one rank. ``timeout`` is the number of seconds to wait for a rank behind the
     training.
     """
 
-    def __init__(self, group: Group, check: Callable[[], object], timeout: float) -> None:
+    def __init__(self, group: Group, channel: FailureChannel | None, timeout: float) -> None:
         self._group = group
-        self._check = check
+        self._channel = channel
         self._timeout = timeout
         self._paths: dict[Path, PathState] = {}
         self._paces: dict[str, Pace] = {}
@@ -58,10 +56,6 @@ class RunState:
         """The save that a thread writes behind the training, or its error."""
         self._copies = HostCopies()
         self._saves_behind = 0
-        self._place_behind: Any = None
-        """The part of the group's store at which the ranks meet for saves behind the training."""
-        self._store_behind: Any = None
-        """The same over a connection of its own, kept from save to save: a store is silent while many connect."""
         self._ended = False
         self._process = os.getpid()
 
@@ -90,28 +84,18 @@ class RunState:
 
     def _writing_behind(self, saving: Saving, ranks: Ranks) -> Callable[[], Path]:
         """Return what writes a save on another thread; counts the saves, alike on all ranks."""
-        if ranks.size == 1:
+        channel = self._channel
+        if channel is None:
             return lambda: saving.write(ranks)
         self._saves_behind += 1
-        part, limit = f"save {self._saves_behind}", min(self._timeout, RECONNECT_SECONDS)
-        if self._place_behind is None:
-            self._place_behind = unused_part(store_of(self._group), "saves", ranks.rank)
-        place = self._place_behind
+        store = channel.part_of_store(f"save {self._saves_behind}", min(self._timeout, ANSWER_SECONDS))
 
-        def write() -> Path:
-            store = self._store_behind or own_connection(place, limit)
-            self._store_behind = None  # after an error a call may still wait in it
-            bounded_store = BoundedStore(PrefixStore(part, store), limit)
-            folder = saving.write(RanksByStore(ranks, bounded_store, self._check_behind, self._timeout))
-            self._store_behind = store
-            return folder
+        def check() -> None:
+            if self._ended:
+                raise CommunicationError("the session has ended with an error")
+            channel.check()
 
-        return write
-
-    def _check_behind(self) -> None:
-        if self._ended:
-            raise CommunicationError("the session has ended with an error")
-        self._check()
+        return lambda: saving.write(RanksByStore(ranks, store, check, self._timeout))
 
     def snapshot_is_due(self, path: str | os.PathLike[str], every: int | None, at_most: float) -> bool:
         """Count a call of :meth:`Session.snapshot`; return True if it is to take a snapshot, on all ranks alike."""
@@ -156,7 +140,7 @@ class RunState:
         checkpoints."""
         if self._process != os.getpid():
             return
-        paths, self._paths, self._copies, self._store_behind = self._paths, {}, HostCopies(), None
+        paths, self._paths, self._copies = self._paths, {}, HostCopies()
         for known in paths.values():
             if known.snapshots is not None:
                 needed = unless_newer and known.in_memory > known.on_disk

@@ -116,7 +116,7 @@ class Session:
         """The process group, which is the default one."""
         self._requests = StopRequests(options.time_limit, f"rank {self.rank}", options.stop_signals)
         self._decisions: Decisions | None = None
-        self._state = RunState(self.group, self.check, options.timeout)
+        self._state = RunState(self.group, self._watch.channel, options.timeout)
         self._steps = StepCounter(self.progress, self._watch.enter)
         self.progress.current_phase = Phase.TRAINING
         self._watch.end_with_the_program(self.end)
