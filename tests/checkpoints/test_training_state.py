@@ -125,6 +125,7 @@ def test_the_state_of_a_wrapper_and_of_a_module_that_gets_ready_later():
 
 
 @pytest.mark.usefixtures("draws_in_turn")
+@pytest.mark.numpy
 def test_power_sgd_goes_on_bit_for_bit():
     def call(rank):
         def register(model):

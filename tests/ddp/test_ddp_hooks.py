@@ -7,6 +7,7 @@ import copy
 import io
 import itertools
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -286,6 +287,7 @@ def compress_buckets(rank):
     return [rank.all_equal(parameter.grad) for parameter in ddp.parameters()]
 
 
+@pytest.mark.numpy
 def test_lockstep_keeps_collectives_in_order_that_hooks_start_in_callbacks():
     """With several buckets over Gloo those of the reference meet the wrong ones: it fails or hangs."""
     assert run_processes(2, compress_buckets) == [[True] * 4] * 2
@@ -305,6 +307,7 @@ def go_on(rank, implementation):
 
 
 @both
+@pytest.mark.numpy
 def test_power_sgd(implementation):
     for results in run_processes(2, compress, implementation):
         wanted = results.pop("none")
@@ -314,6 +317,7 @@ def test_power_sgd(implementation):
 
 
 @both
+@pytest.mark.numpy
 def test_the_state_of_power_sgd_can_be_saved(implementation):
     for first, second in run_processes(2, go_on, implementation):
         torch.testing.assert_close(first, second)

@@ -112,6 +112,7 @@ def run_unevenly(rank, implementation):
 
 
 @both
+@pytest.mark.numpy
 def test_all_ranks_end_with_the_same_model(implementation):
     for results in run_processes(2, run_unevenly, implementation):
         assert len(results) == 4 * len(MODELS)

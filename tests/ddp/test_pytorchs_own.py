@@ -70,6 +70,7 @@ def save_and_load(rank, implementation, folder):
 
 
 @backends
+@pytest.mark.numpy
 def test_distributed_checkpoint_leaves_out_the_prefix_and_goes_on_where_it_was(backend, tmp_path):
     same_weights(save_and_load, backend, str(tmp_path))
 

@@ -296,6 +296,7 @@ def power_sgd(rank):
 
 
 @pytest.mark.usefixtures("draws_in_turn")
+@pytest.mark.numpy
 def test_a_failed_backward_under_power_sgd():
     failing, told = run_ranks(2, power_sgd)
     assert failing[0] == [None] * 3 + [ArithmeticError] + [None] * 2

@@ -12,6 +12,7 @@ SOAK = int(os.environ.get("LOCKSTEP_FUZZ_PROGRAMS", "2000"))
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 24), marks=pytest.mark.around)])
+@pytest.mark.numpy
 def test_short_programs_are_right_or_refused_by_name(seeds):
     for each in seeds:
         failure = find_failure(each, length=5)

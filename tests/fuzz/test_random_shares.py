@@ -12,6 +12,7 @@ SOAK = int(os.environ.get("LOCKSTEP_FUZZ_PROGRAMS", "2000"))
 
 
 @pytest.mark.parametrize("seeds", [(9, 300), pytest.param((11, 27, *range(301, 312)), marks=pytest.mark.around)])
+@pytest.mark.numpy
 def test_short_programs_have_the_bits_of_one_rank_or_are_refused_by_name(seeds):
     for seed in seeds:
         failure = find_failure(seed)

@@ -204,7 +204,7 @@ def through_hooks(rank, kind):
     return True
 
 
-@pytest.mark.parametrize("kind", [*HOOKS, "power"])
+@pytest.mark.parametrize("kind", [*HOOKS, pytest.param("power", marks=pytest.mark.numpy)])
 @pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
 def test_communication_hooks(kind, draws_in_turn, control):
     assert on_accelerators(through_hooks, kind, control=control) == [True, True]

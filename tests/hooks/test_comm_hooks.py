@@ -139,6 +139,7 @@ def wide():
 @pytest.mark.usefixtures("draws_in_turn")
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.numpy
 def test_power_sgd_loses_nothing_if_it_keeps_all(batched, warm):
     def call(rank):
         state = powerSGD_hook.PowerSGDState(
@@ -160,6 +161,7 @@ def test_power_sgd_loses_nothing_if_it_keeps_all(batched, warm):
 
 
 @pytest.mark.usefixtures("draws_in_turn")
+@pytest.mark.numpy
 def test_batched_power_sgd_gives_every_rank_the_same(monkeypatch):
     # In torch 2.13 the batched hook hands over matrices where batches of them are asked for, and fails by itself.
     orthogonalize = powerSGD_hook._orthogonalize
@@ -177,6 +179,7 @@ def test_batched_power_sgd_gives_every_rank_the_same(monkeypatch):
 
 @pytest.mark.usefixtures("draws_in_turn")
 @pytest.mark.parametrize("wrap", [default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper])
+@pytest.mark.numpy
 def test_power_sgd_in_lower_precision(wrap):
     def call(rank):
         state = powerSGD_hook.PowerSGDState(rank.group, 4, start_powerSGD_iter=2, min_compression_rate=0.1)
@@ -742,6 +745,7 @@ def test_the_number_of_a_bucket_in_the_first_round_of_a_new_plan():
     assert run_ranks(1, call) == [(set(), True)]
 
 
+@pytest.mark.numpy
 def test_power_sgd_after_a_layer_was_replaced_by_one_of_another_shape():
     def call(rank):
         state = powerSGD_hook.PowerSGDState(

@@ -209,6 +209,7 @@ def dcp_load(rank, folder, name, sharded):
         pytest.param("Adafactor", 3, 2, True, marks=pytest.mark.around),
     ],
 )
+@pytest.mark.numpy
 def test_distributed_checkpoints_are_saved_and_loaded_on_any_number_of_ranks(name, saved, loaded, sharded, tmp_path):
     expected = run_processes(saved, dcp_save, tmp_path, name)[0]
     assert all(equal(each, expected) for each in run_processes(loaded, dcp_load, tmp_path, name, sharded))
@@ -231,6 +232,7 @@ def dcp_by_names(rank, folder):
     return equal(expected["state"], found["state"])
 
 
+@pytest.mark.numpy
 def test_distributed_checkpoints_by_names(tmp_path):
     assert run_processes(2, dcp_by_names, tmp_path) == [True, True]
 

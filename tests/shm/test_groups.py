@@ -328,6 +328,7 @@ def objects(rank):
     return sums(None, 1)
 
 
+@pytest.mark.numpy
 def test_objects_are_exchanged():
     assert on_shm(3, objects) == [3.0] * 3
 

@@ -754,6 +754,7 @@ def test_memory_is_used_again_and_given_back_by_all_ranks():
         assert counts == [first + 4] * 7  # of each rank, mapped by both
 
 
+@pytest.mark.numpy
 def test_a_process_ends_quietly_without_destroying_its_groups():
     program = """
 import threading, torch, torch.distributed as dist, lockstep

@@ -710,6 +710,7 @@ def by_options(rank, store):
     return [each["rank"] for each in objects], over_hosts(dist.group.WORLD)
 
 
+@pytest.mark.numpy
 def test_a_default_group_of_processes_has_the_hosts_that_its_options_say(tmp_path):
     results = run_processes(4, by_options, str(tmp_path / "store"), backend="shm")
     assert results == [([0, 1, 2, 3], True)] * 4
@@ -791,6 +792,7 @@ def on_two_hosts(rank, wire, store):
     return sent / x.nbytes
 
 
+@pytest.mark.numpy
 def test_two_hosts_are_told_apart_and_send_their_sums_once(wire, tmp_path):
     for share in run_processes(4, on_two_hosts, wire, str(tmp_path / "store")):
         assert 0.9 < share < 1.3  # half of the sums, and half of the result; with Gloo alone it is 1.5 for each rank

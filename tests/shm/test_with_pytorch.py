@@ -159,7 +159,7 @@ def with_hook(rank, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["torch", "lockstep"])
-@pytest.mark.parametrize("name", ["fp16", "PowerSGD"])
+@pytest.mark.parametrize("name", ["fp16", pytest.param("PowerSGD", marks=pytest.mark.numpy)])
 def test_hooks_of_torch_do_the_same_as_with_gloo(name, kind):
     """PowerSGD begins further collectives, and waits for them, in callbacks of futures."""
     ours, gloo = on_both(2, with_hook, name, kind)
@@ -323,6 +323,7 @@ def loaded_by_fewer(rank, folder):
     return list(state["model"].values())
 
 
+@pytest.mark.numpy
 def test_a_distributed_checkpoint_is_saved_and_loaded(tmp_path):
     saved = run_processes(3, checkpointed, str(tmp_path), backend="shm")
     for weights in run_processes(2, loaded_by_fewer, str(tmp_path), backend="shm"):
