@@ -331,7 +331,8 @@ def sockets():
                 yield link
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.around)])
+@pytest.mark.around
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_store_that_is_gone_meanwhile(number, tmp_path):
     code = (
         "import torch.distributed as dist, signal; "
