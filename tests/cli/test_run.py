@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+import lockstep_command
+from lockstep.check import dropout, job, wrapping
 from lockstep.cli import run
 from lockstep.cli.main import main
 from processes import run_processes
@@ -132,7 +134,10 @@ def test_without_patch_a_program_keeps_pytorch_s_wrapper_and_makes_its_own_group
             "lockstep: -m nothing_like_it: there is no such module, or it is a package without",
         ),
         (["-m", "nothing_like.it"], "lockstep: -m nothing_like.it: the module cannot be found (No module named"),
-        (["--ranks", "0", __file__], "lockstep run: argument --ranks: '0' is no number of at least 1"),
+        (
+            ["--ranks", "0", __file__],
+            "lockstep run: argument --ranks/-n/--nproc-per-node: '0' is no number of at least 1",
+        ),
         (["--backend", "shmm", __file__], "lockstep: --backend: there is no backend 'shmm'; did you mean shm?"),
         (["--bakend", "shm", __file__], "lockstep run: there is no '--bakend': did you mean --backend?"),
     ],
@@ -188,7 +193,7 @@ def test_ranks_end_with_a_command_that_is_killed(tmp_path):
 
 
 def test_ctrl_c_while_torch_is_imported_prints_one_line():
-    command = [sys.executable, "-X", "importtime", "-m", "lockstep_command", "--version"]
+    command = [sys.executable, "-X", "importtime", "-m", "lockstep_command", "doctor", "--no-timing"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         while not re.search(r" torch\.", running.stderr.readline()):  # torch's first modules; it has more than 1,000
             assert running.poll() is None
@@ -196,6 +201,39 @@ def test_ctrl_c_while_torch_is_imported_prints_one_line():
         out, err = running.communicate(timeout=250)
     told = [line for line in err.splitlines() if not line.startswith("import time:")]
     assert (running.returncode, out, told) == (130, "", ["lockstep: interrupted"])
+
+
+MISTAKES = [["--help"], ["--version"], ["rn"], ["run"], ["run", "--helpp"], ["run", "nothing.py"], ["check", "--wrp"]]
+
+
+def test_help_the_version_and_mistakes_do_not_wait_for_torch():
+    program = f"""
+import sys, lockstep_command
+for sys.argv in {[["lockstep", *each] for each in MISTAKES]!r}:
+    try:
+        lockstep_command.main()
+    except SystemExit as end:
+        assert end.code == (2 if sys.argv[1][0] != "-" else 0), sys.argv
+assert not {{"torch", "lockstep"}} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert f"lockstep {lockstep.__version__}, PyTorch {torch.__version__}" in done.stdout
+    assert done.stderr.splitlines()[:2] == [
+        "lockstep: there is no 'rn': did you mean run?; see lockstep --help",
+        "lockstep run: the following arguments are required: program; see lockstep run --help",
+    ]
+
+
+def test_the_command_offers_what_a_check_knows():
+    assert tuple(wrapping.WRAPS) == lockstep_command.WRAPS
+    assert tuple(job.PRECISIONS) == lockstep_command.PRECISIONS
+    assert lockstep_command.DROPOUTS == dropout.DROPOUTS
+
+
+@pytest.mark.parametrize("name", ["-n", "--nproc-per-node", "--ranks"])
+def test_the_number_of_ranks_has_the_names_that_people_know(name):
+    assert lockstep_command.parse(["run", name, "3", __file__, "-n", "4"]).ranks == 3
 
 
 @pytest.fixture

@@ -26,49 +26,13 @@ from lockstep._base.devices import all_accelerators
 from lockstep.cli import printing
 from lockstep.cli.doctor import usable_backends
 from lockstep.cli.local_ranks import as_rank, run_ranks, say
-from lockstep.cli.parser import positive
 from lockstep.errors import OptionError
 
 Step = Callable[[Module], Tensor]
 Wrap = Callable[[Module], Module]
 
-DESCRIPTION = """
-Time a training step in several ways, which take turns in one run: alone (no communication), with PyTorch's
-DistributedDataParallel, and with lockstep, on each backend for the model's device. Print for each way the time of a
-step, the time and the processor time that communication adds to the step alone, and the memory. --one-process compares
-alone, torch.nn.DataParallel (if there are accelerators) and lockstep.DataParallel.
-"""
-MODEL = """
-your model, as MODULE:FUNCTION. The function takes no arguments. It returns a module, and a function that takes the
-module and returns the loss of one batch (default: a small encoder)
-"""
 WARMUP = 2
 """Number of turns that are not counted."""
-
-
-def add_to(subparsers: Any) -> None:
-    """Add the subcommand to the parser."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench",
-        help="time a training step: alone, with PyTorch's wrapper, with lockstep",
-        description=DESCRIPTION,
-    )
-    parser.add_argument("--model", default="", help=MODEL)
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        default=2,
-        help="the number of processes; with --one-process, of replicas (default: %(default)s)",
-    )
-    parser.add_argument("--one-process", action="store_true", help="run all replicas in one process, on threads")
-    parser.add_argument(
-        "--rounds", type=positive, default=15, help="the steps to time of each way (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, help="the limit in seconds for the whole command (default: %(default)s)"
-    )
-    parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:

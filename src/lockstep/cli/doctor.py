@@ -23,14 +23,8 @@ from lockstep._base import network
 from lockstep._base.deal import Dealt, deal_by_speed
 from lockstep.cli import printing
 from lockstep.cli.local_ranks import as_rank, run_ranks, say
-from lockstep.cli.parser import positive
 from lockstep.errors import CommunicationError, OptionError
 
-DESCRIPTION = """
-Check the versions, devices, backends, shared memory, limits and threads of this host. Time an all-reduce between ranks
-on each usable backend, and compare it with one copy of the same memory. A finding that needs action says which. The
-exit code is 1 if something will not work. Add the output of `lockstep doctor --json` to a report of a bug.
-"""
 SIZES = (4 << 10, 1 << 20, 64 << 20)
 BYTES_A_TURN = 8 << 20
 """Small messages are sent several times a turn, one after the other, up to this many bytes."""
@@ -52,21 +46,6 @@ class HostCheck:
     status: str = "ok"
     """``ok``, ``note`` (worth knowing), or ``problem`` (something will not work)."""
     advice: str = ""
-
-
-def add_to(subparsers: Any) -> None:
-    """Add the subcommand to the parser."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "doctor", help="check this host, and time its communication", description=DESCRIPTION
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument(
-        "--ranks", type=positive, default=2, help="the number of ranks in the all-reduce (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=positive, default=5, help="the number of repetitions (default: %(default)s)")
-    parser.add_argument("--no-timing", action="store_true", help="time nothing, and start no processes")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the timing (default: %(default)s)")
-    parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,44 +1,29 @@
-"""The command line: one file for each subcommand, which adds its arguments and names the function to call."""
+"""The command line: one file for each subcommand, whose arguments ``lockstep_command.py`` has parsed."""
 
+import argparse
 import signal
 import sys
 from collections.abc import Sequence
 
-import torch
-
-import lockstep
 from lockstep.cli import bench, check, doctor, run, stacks
-from lockstep.cli.parser import Parser
 from lockstep.errors import CheckError, LockstepError, OptionError
+from lockstep_command import parse
 
-SUBCOMMANDS = (run, check, doctor, bench, stacks)
-_REMOVED = {
-    "runs": "snapshots that runs have left are folders in /dev/shm/lockstep-UID, whose PATH says of which run",
-    "trace": (
-        "record the ranks with torch.profiler, and read what they have written as docs/command.md shows "
-        '("Who waited for whom")'
-    ),
-}
-"""Subcommands of earlier versions, and what to do instead."""
+_CALLS = {"run": run.run, "check": check.run, "doctor": doctor.run, "bench": bench.run, "stacks": stacks.run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the arguments and run the command: see :func:`run_command`."""
+    return run_command(parse(arguments))
+
+
+def run_command(options: argparse.Namespace) -> int:
     """Run the command and return its exit code.
 
     The code is 0 for success, 1 if something does not work, 2 for a wrong argument, and 130 after Ctrl-C.
     """
-    parser = Parser(prog="lockstep", description="Start a training, check this host, and look into a running training.")
-    version = f"lockstep {lockstep.__version__}, PyTorch {torch.__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for subcommand in SUBCOMMANDS:
-        subcommand.add_to(subparsers)
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in _REMOVED:
-        parser.error(f"there is no {words[0]!r} any more: {_REMOVED[words[0]]}")
-    options = parser.parse_args(words)
     try:
-        return int(options.call(options))
+        return int(_CALLS[options.command](options))
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError | CheckError) else 1

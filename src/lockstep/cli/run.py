@@ -17,52 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep._base.arguments import check_backend
 from lockstep.cli.doctor import usable_cores
-from lockstep.cli.parser import positive
 from lockstep.errors import OptionError
 from lockstep.failures.failure import follows_from_another
 
-DESCRIPTION = """
-Run a program in several processes on this host. The processes find each other as under torchrun. Under torchrun itself
-(torchrun ... -m lockstep run ...) the program runs in the process that torchrun has started. Options of the program
-follow its name.
-"""
 _HERE = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
 _TOLD = {2, 128 + signal.SIGINT, 128 + signal.SIGTERM}  # the program has given the reason: bad options, or stopped
-
-
-def add_to(subparsers: Any) -> None:
-    """Add the subcommand to the parser."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "run", help="run a program in several processes on this host", description=DESCRIPTION
-    )
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        help="the number of processes (default: one for each accelerator; without accelerators one for each core)",
-    )
-    parser.add_argument(
-        "--patch",
-        action="store_true",
-        help="replace PyTorch's DistributedDataParallel and DataParallel by lockstep's, for programs and frameworks "
-        "that wrap the model with PyTorch's (import lockstep.patch)",
-    )
-    parser.add_argument(
-        "--backend",
-        help="make the default process group before the program starts, with this backend (such as shm); frameworks "
-        "then use it",
-    )
-    parser.add_argument("--started-by", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("-m", "--module", action="store_true", help="the program is a module, as for python -m")
-    parser.add_argument("program", help="a Python file; with -m the name of a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
-    parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:

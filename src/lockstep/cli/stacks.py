@@ -7,18 +7,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
 from lockstep.failures.program_lines import program_frame
 from lockstep.failures.progress import Snapshot, pages_of
-from lockstep.failures.stacks import SECONDS, Stacks, Thread, ask
-
-DESCRIPTION = """
-Print the progress of each rank of a run, and the Python stacks of its process, even in an endless loop, a deadlock, a
-collective, or a call that never returns. The processes go on undisturbed. Without a target, list the runs on this host.
-"""
+from lockstep.failures.stacks import Stacks, Thread, ask
 
 
 @dataclass(frozen=True)
@@ -28,18 +22,6 @@ class RunningRank:
     pid: int
     """The number of its process here; inside a container it may have another."""
     snapshot: Snapshot
-
-
-def add_to(subparsers: Any) -> None:
-    """Add the subcommand to the parser."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "stacks", help="show what each rank of a run is doing, if the run seems to hang", description=DESCRIPTION
-    )
-    parser.add_argument("target", nargs="?", help="the process id of a rank on this host, or the name of a run")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="seconds to wait for each process (default: %(default)s)"
-    )
-    parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
