@@ -7,11 +7,12 @@ import random
 import pytest
 
 from deadlock_programs import run_to_the_end, some_program
-from lockstep.failures.deadlock import Report, Wait, could_be_stuck, describe, explain, stuck
+from lockstep._base.texts import IN_LOOP, LEFT_LOOP
+from lockstep.failures.deadlock import Report, Wait, advice, could_be_stuck, describe, explain, stuck
 
 
 def wait(group, number, *needed, kind="all_reduce", exact=True):
-    return Wait(group, number, kind, needed, exact, f"{kind} {number} of {group}")
+    return Wait(group, number, kind, needed, exact, f"{kind}() {number} of {group}")
 
 
 def rank(*waits, left=False, **launched):
@@ -118,11 +119,20 @@ def test_what_is_told():
     reports, found = CASES["two ranks in two groups"]
     assert explain(found, reports) == (
         "ranks 0, 1 wait for each other in different collectives, and can never go on:\n"
-        "  rank 0 has waited for 1.0 s in all_reduce 5 of a, without rank 1\n"
-        "  rank 1 has waited for 1.0 s in all_reduce 2 of b, without rank 0\n"
+        "  rank 0 has waited for 1.0 s in all_reduce() 5 of a, without rank 1\n"
+        "  rank 1 has waited for 1.0 s in all_reduce() 2 of b, without rank 0\n"
         "Call all_reduce() on every rank, as often and in the same order: not under `if run.is_main`, nor under any "
         "other condition that differs between ranks (`run.agree(flag)` makes it the same). If one rank has a batch "
         "more or less, loop over `run.batches(loader)`"
     )
-    reports = {0: Report((Wait("a", 1, "mean", (0, 1), what='"means"', place="line 8 of train.py"),), {"a": 1}, 1.26)}
-    assert describe([0], reports) == '  rank 0 has waited for 1.3 s in "means", called from line 8 of train.py'
+    reports = {0: Report((Wait("a", 1, "mean", (0, 1), what="mean()", place="line 8 of train.py"),), {"a": 1}, 1.26)}
+    assert describe([0], reports) == "  rank 0 has waited for 1.3 s in mean(), called from line 8 of train.py"
+
+
+def test_ranks_that_loop_over_batches_are_not_told_to():
+    both = [f"backward(){IN_LOOP}", "mean()"]
+    assert advice(both).startswith("Call backward() and mean() on every rank")
+    assert "run.batches" not in advice(both)
+    assert "run.agree(flag): break" in advice([both[0], f"batches(){LEFT_LOOP} after 3 of 6 batches"])
+    after_all_have_left = [f"{call}(){LEFT_LOOP} after 2 of 6 batches" for call in ("batches", "save")]
+    assert "Call batches() and save() on" in advice(after_all_have_left)

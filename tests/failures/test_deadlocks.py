@@ -36,7 +36,7 @@ CALLS = {
 }
 OF_THE_PROGRAM = ("all_reduce", "barrier", "the end")
 OURS = [call for call in CALLS if call not in OF_THE_PROGRAM]
-SAID = {"step": "step", "accumulate": "bucket", "backward": "bucket", "check_in_sync": "digest of the module"}
+SAID = {"accumulate": "backward()", "backward": "backward()", "check_in_sync": "check_in_sync()"}
 """What the message says of a call, if it is not its name."""
 
 
@@ -93,6 +93,54 @@ def test_different_calls_over_one_group_are_named_at_once(first, second, world, 
     texts = {text.partition("\n")[2] for text in told}
     assert len(texts) == 1
     assert "Call " in texts.pop()
+
+
+def leave_early(run):
+    for number, x in enumerate(lockstep.batches([torch.ones(2, 4)] * 6, run.model)):
+        run.model(x).sum().backward()
+        if run.leaves and number == 2:
+            break
+    lockstep.loop.agree(False, run.group)
+
+
+AGREEMENTS = {
+    "two agreements": (
+        lambda run: lockstep.check_in_sync(run.model),
+        lambda run: lockstep.replicate(nn.Linear(3, 3), process_group=run.group),
+        ["rank 0 in check_in_sync(), called", "rank 1 in replicate(), called"],
+    ),
+    "the first backward": (
+        lambda run: lockstep.check_in_sync(run.model),
+        lambda run: run.model(torch.ones(2, 4)).sum().backward(),
+        ["rank 0 in check_in_sync(), called", "rank 1 in backward(), called"],
+    ),
+    "a loop that one rank has left": (
+        leave_early,
+        leave_early,
+        [
+            "rank 0 in backward(), in its loop over batches(), called",
+            "rank 1 in agree(), after it has left its loop over batches() after 3 of 6 batches, called",
+            "ask `if run.agree(flag): break` on every rank",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "words"), AGREEMENTS.values(), ids=AGREEMENTS)
+def test_calls_are_named_as_users_write_them(first, second, words):
+    store = dist.HashStore()
+    _used.clear()
+
+    def train(rank):
+        run = SimpleNamespace(group=rank.group, leaves=rank.rank == 1)
+        with lockstep.watch(rank.group, store):
+            run.model = lockstep.replicate(nn.Linear(4, 2), process_group=rank.group)
+            with pytest.raises(CommunicationError) as caught:
+                (second if rank.rank else first)(run)
+            return str(caught.value)
+
+    for text in run_ranks(2, train, hosts="aa"):
+        assert all(each in text for each in words), text
 
 
 def wait_for_each_other(rank, folder, first, second):

@@ -259,7 +259,7 @@ def test_a_rank_with_one_backward_less_is_an_error_on_the_others():
     first, second = run_ranks(2, one_less, errors=True, group_timeout=2.0)
     assert second is None
     assert type(first) is CommunicationError
-    assert "rank 0 of 2: bucket 1 of 1, round 3 failed" in str(first)
+    assert "rank 0 of 2: backward() failed" in str(first)
     assert "one batch less" in str(first)
 
 

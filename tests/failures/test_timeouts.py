@@ -46,7 +46,7 @@ def test_the_rank_that_did_not_come_is_named_not_one_that_waited(backend, tmp_pa
         assert named == 1
         assert message.startswith(f"rank {rank} stops, because rank 1 makes no progress at step 4, in ")
         reason = message.partition("has waited for it in vain (")[2].partition("). Its process")[0]
-        assert reason.startswith("the shm process group is aborted: rank 1 did not answer within 4 s")
+        assert reason.startswith("the process group is aborted: rank 1 did not answer within 4 s")
         assert "in waits_in_vain" in message  # its stack
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ WRONG = {
     "no timeout": ({"timeout": None}, "timeout is None, expected a number of seconds above 0"),
     "timeout, not a number": ({"timeout": math.nan}, "timeout is nan, expected a number of seconds above 0"),
     "stall_factor": ({"stall_factor": 0}, "stall_factor is 0, expected a number above 0"),
+    "a timedelta": (
+        {"timeout": timedelta(minutes=5)},
+        "timeout is datetime.timedelta(seconds=300), expected a number of seconds above 0; write 300.0",
+    ),
     "stall_minimum": ({"stall_minimum": -1.0}, "stall_minimum is -1.0, expected a number of seconds above 0"),
     "time_limit": ({"time_limit": "1h"}, "time_limit is '1h', expected a number of seconds, or None"),
     "link_timeout": ({"link_timeout": "5"}, "link_timeout is '5', expected a number of seconds of at least 1"),
@@ -131,8 +136,14 @@ MISTAKES = {
         lambda *_: lockstep.replicate(lockstep.replicate(torch.nn.Linear(1, 1))),
         r"Call replicate\(\) once, and use the module that you gave it",
     ),
-    "barrier": (lambda run, _: run.barrier(), r"no attribute 'barrier'; call torch.distributed.barrier\(run.group\)"),
-    "join": (lambda run, _: run.join(), r"no attribute 'join'; call run.batches\(loader\)"),
+    "barrier": (lambda run, _: run.barrier(), r"no attribute 'barrier'; write torch.distributed.barrier\(run.group\)"),
+    "join": (lambda run, _: run.join(), r"no attribute 'join'; write run.batches\(loader\)"),
+    "the name of a file": (
+        lambda run, path: run.save(path / "model.pt"),
+        r"save\(\): the path is a folder.*Write '.*/model'",
+    ),
+    "is_main_process": (lambda run, _: run.is_main_process, r"no attribute 'is_main_process'; write run.is_main$"),
+    "prepare": (lambda run, _: run.prepare, r"write lockstep.replicate\(model\) and run.batches\(loader\)"),
     "misspelt": (lambda run, _: run.rnak, r"the session has no attribute 'rnak'$"),
 }
 
@@ -141,6 +152,38 @@ MISTAKES = {
 def test_what_beginners_write_is_refused_at_the_call(call, words, tmp_path):
     with lockstep.session(alone=True) as run, pytest.raises((LockstepError, AttributeError), match=words):
         call(run, tmp_path / "ck")
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with lockstep.session(alone=True) as run:
+        assert tmp_path in run.save("~/ck", value=1).parents
+        assert run.resume("~/ck").values == {"value": 1}
+        assert lockstep.resume("~/ck").values == {"value": 1}
+
+
+def test_a_question_may_stand_in_a_condition_without_being_called():
+    with lockstep.session(alone=True) as run:
+        for question in (lockstep.should_stop, lockstep.loop.skipped):
+            assert bool(question) is question() is False
+        model = lockstep.replicate(torch.nn.Linear(1, 1))
+        run.skip_batch(model)
+        assert bool(lockstep.loop.skipped) is lockstep.loop.skipped() is run.skipped is True
+
+
+CALLS_AFTER_THE_END = {
+    "agree": lambda run, model: run.agree(True),
+    "batches": lambda run, model: run.batches([1]),
+    "backward": lambda run, model: model(torch.ones(2, 2)).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_AFTER_THE_END.values(), ids=CALLS_AFTER_THE_END)
+def test_a_call_after_the_session_is_told_where_it_belongs(call):
+    with lockstep.session(alone=True) as run:
+        model = lockstep.replicate(torch.nn.Linear(2, 2))
+    with pytest.raises(CommunicationError, match=r"^rank 0: the session has ended; indent this line below `with lock"):
+        call(run, model)
 
 
 def test_without_a_group_the_session_is_named():

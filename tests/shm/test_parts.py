@@ -619,7 +619,7 @@ def test_a_rank_that_left_in_good_order_is_missed_only_when_it_is_needed(connect
         assert first.result(10) == [STEP + b"1", STEP + b"1", STEP + b"1"]
         assert c.exchange(STEP + b"2", 10) == [STEP + b"2", STEP + b"2", STEP + b"2"]
     assert error_of(c.exchange, STEP + b"3", 10) == (
-        "the shm process group is aborted: rank 10 has left the process group while others still use it"
+        "the process group is aborted: rank 10 has left the process group while others still use it"
     )
 
 
@@ -677,7 +677,7 @@ def test_a_rank_that_dies_after_its_part_while_another_waits_for_a_third_is_miss
         c.send(STEP + b"1")
         assert waiting.result(10) == [STEP + b"1"] * 3
     c.send(STEP + b"2")
-    assert error_of(b.exchange, STEP + b"2", 10) == "the shm process group is aborted: rank 10 has died"
+    assert error_of(b.exchange, STEP + b"2", 10) == "the process group is aborted: rank 10 has died"
 
 
 @pytest.mark.parametrize("spins", [True, False])
@@ -690,7 +690,7 @@ def test_a_death_is_noticed_while_waiting_for_it_or_for_another(connect, spins):
         die(a)
         if waits_for_it:
             c.send(STEP)
-        assert error_of(b.exchange, STEP, 10) == "the shm process group is aborted: rank 10 has died"
+        assert error_of(b.exchange, STEP, 10) == "the process group is aborted: rank 10 has died"
         assert "rank 10 has died" in error_of(lambda c=c: [c.exchange(STEP, 10) for _ in range(2)])
         assert "rank 10 has died" in error_of(b.exchange, STEP, 10)  # and it stays so
 

@@ -375,7 +375,7 @@ def test_a_rank_that_never_calls_is_named_and_is_told_when_it_does(numel, hosts)
         # A rank that comes to a small one gets what the others had left there, and is told at the next.
         for kind, text, _ in raised[number == 1 and numel == 10 :]:
             assert kind is CommunicationError
-            assert "the shm process group is aborted" in text or "another host is lost" in text
+            assert "the process group is aborted" in text or "another host is lost" in text
             assert "rank 1 did not answer within" in text or "rank(s) 1" in text, text
     assert all(results[number][0][2] > 0.9 for number in (0, 2))
 
@@ -424,7 +424,7 @@ def test_what_is_tried_again_after_a_timeout_does_not_reach_the_late_rank(numel)
     early, (raised, following, result) = run_ranks(
         2, tries_again, numel, threading.Event(), hosts="aa", group_timeout=0.3
     )
-    aborted = "the shm process group is aborted: rank 1 did not answer within 0.3 s: stalled, or not in this collective"
+    aborted = "the process group is aborted: rank 1 did not answer within 0.3 s: stalled, or not in this collective"
     assert early == ((CommunicationError, aborted),) * 2
     assert following == (CommunicationError, aborted)
     assert raised == (CommunicationError, aborted) or result == [3.0]
@@ -499,7 +499,7 @@ def leaves(rank):
 @pytest.mark.parametrize("hosts", ["aaa", "aba", "aab"])
 def test_a_rank_that_leaves_is_named(hosts):
     results = run_ranks(3, leaves, hosts=hosts)
-    assert results[1] == (CommunicationError, "the shm process group has been destroyed")
+    assert results[1] == (CommunicationError, "the process group has been destroyed")
     for kind, text in (results[0], results[2]):
         assert kind is CommunicationError
         named = "rank 1 has left the process group while others still use it" in text
@@ -640,7 +640,7 @@ def destroys_twice(rank):
 
 
 def test_a_destroyed_group_says_so():
-    expected = (CommunicationError, "the shm process group has been destroyed")
+    expected = (CommunicationError, "the process group has been destroyed")
     assert run_ranks(2, destroys_twice, hosts="aa") == [[expected] * 2] * 2
 
 

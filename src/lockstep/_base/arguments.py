@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Collection
+from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -26,7 +27,8 @@ def check_module(module: Any, caller: str) -> None:
 def check_number(value: Any, name: str, caller: str, unit: str = "") -> None:
     """Raise :class:`OptionError` unless ``value`` is a number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise OptionError(f"{caller}: {name} is {value!r}, expected a number{unit} above 0")
+        hint = f"; write {value.total_seconds()}" if isinstance(value, timedelta) else ""
+        raise OptionError(f"{caller}: {name} is {value!r}, expected a number{unit} above 0{hint}")
 
 
 def check_backend(backend: Any, caller: str) -> None:

@@ -6,6 +6,9 @@ from itertools import groupby
 LONGEST_HEADLINE = 4 * 1024
 """The number of characters of an exception's type and message that are sent to other ranks."""
 
+IN_LOOP, LEFT_LOOP = ", in its loop over batches()", ", after it has left its loop over batches()"
+"""Where in its loop a rank is that waits in a call: advice depends on it."""
+
 
 def shortened(text: str, longest: int) -> str:
     """Return a text as it travels: the beginning and the end of one that is too long. Characters that UTF-8 cannot

@@ -37,6 +37,7 @@ from lockstep.checkpoints.state import (
     common_parts,
     copy_of,
     entries_of,
+    folder_named,
     put_back,
     restore_training,
 )
@@ -120,7 +121,7 @@ def resume(path: str | os.PathLike[str], *unnamed: object, group: Group | None =
     Stands for: ``torch.load`` and a ``load_state_dict`` for each object, from a file that may be incomplete.
     """
     check_named(unnamed, "resume()")
-    return Resuming(Path(path), Ranks(group)).resume(state)
+    return Resuming(folder_named(path, "resume()"), Ranks(group)).resume(state)
 
 
 class Resuming:

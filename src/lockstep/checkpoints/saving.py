@@ -29,7 +29,7 @@ from lockstep.checkpoints.layout import (
 from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.same_values import check_same_values, told
-from lockstep.checkpoints.state import VALUE, Entry, HostCopies, Parts, check_named, entries_of, read
+from lockstep.checkpoints.state import VALUE, Entry, HostCopies, Parts, check_named, entries_of, folder_named, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.groups import Group
 from lockstep.errors import CheckpointError, OptionError
@@ -97,7 +97,7 @@ def save(
     Stands for: ``if rank == 0: torch.save(...)``.
     """
     check_named(unnamed, "save()")
-    return Saving(Path(path), FileSystem(), Ranks(group)).save(state, keep, step, check=check)
+    return Saving(folder_named(path, "save()"), FileSystem(), Ranks(group)).save(state, keep, step, check=check)
 
 
 class Saving:

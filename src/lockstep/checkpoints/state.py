@@ -5,9 +5,11 @@ loaders, values marked by :func:`per_rank`, local state of a replicated module, 
 """
 
 import copy
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -174,6 +176,17 @@ def check_target(entry: Entry, saved: str) -> None:
             f"{entry.name} is a {type(entry.target).__name__}, which cannot be filled in place; leave it out of "
             f"resume() and take it from the result: .values[{entry.name!r}]"
         )
+
+
+def folder_named(path: "str | os.PathLike[str]", caller: str) -> Path:
+    """Return the folder of checkpoints that a program names, ``~`` expanded; raise :class:`OptionError` for a file."""
+    folder = Path(path).expanduser()
+    if folder.suffix in (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".safetensors"):
+        raise OptionError(
+            f"{caller}: the path is a folder, in which each checkpoint is a folder; got the name of a file, "
+            f"{os.fspath(path)!r}. Write {str(folder.with_suffix(''))!r}"
+        )
+    return folder
 
 
 def check_named(unnamed: tuple[object, ...], call: str) -> None:

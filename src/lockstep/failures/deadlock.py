@@ -6,11 +6,12 @@ themselves. What is not known counts as launched: a group that a rank does not n
 that nobody sees. So several groups, pipelines, and ranks that still compute give no alarm.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep._base.texts import ranks_in_words
+from lockstep._base.texts import IN_LOOP, LEFT_LOOP, ranks_in_words
 
 
 @dataclass(frozen=True)
@@ -126,27 +127,18 @@ def explain(found: Collection[int], reports: Mapping[int, Report]) -> str:
 def advice(collectives: Iterable[str]) -> str:
     """Return what to do about ranks that are in different collectives, which are given in words."""
     texts = list(collectives)
-    called = sorted({name for text in texts for name, words in _CALLS.items() if any(w in text for w in words)})
-    calls = " and ".join(f"{name}()" for name in called) or "each collective"
+    have_left = [LEFT_LOOP in text for text in texts]
+    if any(have_left) and not all(have_left):
+        return "To leave the loop on all ranks at the same batch, ask `if run.agree(flag): break` on every rank"
+    without_loops = (text.replace(IN_LOOP, "").replace(LEFT_LOOP, "") for text in texts)
+    calls = sorted(set(re.findall(r"\b\w+\(\)", "\n".join(without_loops))))
+    in_loop = any(IN_LOOP in text or LEFT_LOOP in text for text in texts)
+    by_batches = "" if in_loop else ". If one rank has a batch more or less, loop over `run.batches(loader)`"
     return (
-        f"Call {calls} on every rank, as often and in the same order: not under `if run.is_main`, nor under any other "
-        "condition that differs between ranks (`run.agree(flag)` makes it the same). If one rank has a batch more or "
-        "less, loop over `run.batches(loader)`"
+        f"Call {' and '.join(calls) or 'each collective'} on every rank, as often and in the same order: not under "
+        "`if run.is_main`, nor under any other condition that differs between ranks (`run.agree(flag)` makes it the "
+        f"same){by_batches}"
     )
-
-
-_CALLS = {
-    "backward": ("bucket", "backward", "report, round", "which modules", "buffers"),
-    "mean": ("mean",),
-    "total": ("total",),
-    "agree": ("agree",),
-    "check_in_sync() or replicate": ("digest of the module",),
-    "save": ("save",),
-    "resume": ("resume",),
-    "barrier": ("barrier",),
-    "all_reduce": ("all_reduce",),
-}
-"""The calls of a program, and words of the collectives that each begins."""
 
 
 def _waits_of(rank: int, reports: Mapping[int, Report]) -> list[str]:

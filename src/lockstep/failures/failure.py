@@ -76,8 +76,9 @@ class Failure:
         """The failure in one sentence: ``rank 1 failed at step 12, in forward: ValueError: bad value``."""
         if self.kind is Kind.DEADLOCKED:
             return self.what
-        parts = f"rank {self.rank}", _VERBS[self.kind], self._place
-        return " ".join(filter(None, parts)) + (f": {self.what}" if self.what else "")
+        between = ", " if self.kind in (Kind.LEFT, Kind.UNCLOSED) else " "
+        parts = f"rank {self.rank} {_VERBS[self.kind]}", self._place
+        return between.join(filter(None, parts)) + (f": {self.what}" if self.what else "")
 
     @property
     def _place(self) -> str:
@@ -121,8 +122,8 @@ GIVEN_UP = frozenset([Kind.STALLED, Kind.UNREACHABLE, Kind.DEADLOCKED])
 _VERBS = {
     Kind.RAISED: "failed",
     Kind.ENDED: "has ended without a word (its process was killed, crashed, or called os._exit)",
-    Kind.LEFT: "has left the training in good order, while others still needed it,",
-    Kind.UNCLOSED: "has ended its program without closing its session or watch, while others still needed it,",
+    Kind.LEFT: "has left the training in good order, while others still needed it",
+    Kind.UNCLOSED: "has ended its program without closing its session or watch, while others still needed it",
     Kind.STALLED: "makes no progress",
     Kind.UNREACHABLE: "cannot be reached",
     Kind.DEADLOCKED: "waits for ranks that wait for it",

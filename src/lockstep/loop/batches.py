@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lockstep._base.digests import text_digest
 from lockstep._base.loader_workers import workers_protected
+from lockstep._base.texts import IN_LOOP, LEFT_LOOP
 from lockstep._base.tree import tree_map
 from lockstep.distributed.comm.agreement import all_gather_object, check_same_on_all_ranks, first_differing
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import state_of
 from lockstep.distributed.comm.groups import Group, needed_group
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
@@ -100,6 +102,7 @@ class Batches(Generic[B]):
         self._looks_ahead = min(self._lengths) < 0
         self._may_be_empty = any(padded for rows in self._rows for _, padded in rows)
         self._is_padding = False
+        self._note_place("")
 
     def __len__(self) -> int:
         if self._looks_ahead:
@@ -132,18 +135,31 @@ class Batches(Generic[B]):
 
     def _in_turn(self, given: Iterator[tuple[B, bool, bool, bool]]) -> Iterator[B]:
         decisions = [each.decisions for each in self._schedulers]
-        with ExitStack() as whole:
-            loops = [whole.enter_context(each.loop(self._looks_ahead)) for each in decisions]
-            whole.callback(self._note_padding, False)
-            for number, (batch, is_padding, ends, uneven) in enumerate(given):
-                for each, loop, rows in zip(decisions, loops, self._rows, strict=True):
-                    active = [rank for rank, (length, _) in enumerate(rows) if length > number] if uneven else None
-                    each.next_batch(loop, ends, uneven, active)
-                self._note_padding(is_padding or any(each.is_padding for each in decisions))
-                with ExitStack() as stack:
-                    for scheduler in self._schedulers if is_padding else ():
-                        stack.enter_context(scheduler.padding_batch())
-                    yield batch
+        number = -1
+        try:
+            with ExitStack() as whole:
+                loops = [whole.enter_context(each.loop(self._looks_ahead)) for each in decisions]
+                whole.callback(self._note_padding, False)
+                self._note_place(IN_LOOP)
+                for number, (batch, is_padding, ends, uneven) in enumerate(given):
+                    for each, loop, rows in zip(decisions, loops, self._rows, strict=True):
+                        active = [rank for rank, (length, _) in enumerate(rows) if length > number] if uneven else None
+                        each.next_batch(loop, ends, uneven, active)
+                    self._note_padding(is_padding or any(each.is_padding for each in decisions))
+                    with ExitStack() as stack:
+                        for scheduler in self._schedulers if is_padding else ():
+                            stack.enter_context(scheduler.padding_batch())
+                        yield batch
+        except GeneratorExit:
+            of_all = "" if self._looks_ahead else f" of {len(self)}"
+            self._note_place(f"{LEFT_LOOP} after {number + 1}{of_all} batches")
+            raise
+        self._note_place("")
+
+    def _note_place(self, words: str) -> None:
+        for each in self._schedulers:
+            outer = IN_LOOP if each.decisions.batch else ""
+            state_of(each.decisions.group).in_loop = words or outer
 
     def _note_padding(self, is_padding: bool) -> None:
         self._is_padding = is_padding
@@ -248,9 +264,9 @@ def _agree_on_lengths(
     collectives = Collectives(decisions.group, Phases())
     lines = loader.describe() if isinstance(loader, BalancedBatches) else []
     digest = text_digest(repr(lines)) if lines else 0
-    told = all_gather_object([own, has_padding, digest, decisions.asks_to_stop], "numbers of batches", collectives)
+    told = all_gather_object([own, has_padding, digest, decisions.asks_to_stop], "batches()", collectives)
     if first_differing([digest for _, _, digest, _ in told]) is not None:
-        check_same_on_all_ranks(lines, collectives)
+        check_same_on_all_ranks(lines, collectives, what="batches()")
     decisions.hear_requests(any(stops for *_, stops in told))
     rows: list[tuple[int, bool]] = [(length, padded) for length, padded, *_ in told]
     for rank, (length, padded) in zip(collectives.global_ranks, rows, strict=True):

@@ -76,7 +76,7 @@ def check_in_sync(*objects: Module | Optimizer | Group, process_group: Group | N
         for number, module in enumerate(modules)
         for each in values_of(module, f" of module {number} ({type(module).__name__})" if len(modules) > 1 else "")
     ]
-    check_same_layouts(values, collectives)
+    check_same_layouts(values, collectives, "check_in_sync()")
     names = names_of_parameters(modules)
     values += [each for optimizer in optimizers for each in state_of(optimizer, names)]
     check_alike(

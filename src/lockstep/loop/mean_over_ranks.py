@@ -71,7 +71,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     modules = scheduler_of(group).modules.numbered()
     behind = numbers_behind(listed, modules) if has_graph else []
-    graphs = check_same_on_all_ranks(lines, collectives, [has_graph, *behind])
+    graphs = check_same_on_all_ranks(lines, collectives, [has_graph, *behind], what="mean_over_ranks()")
     joined = torch.empty(0, requires_grad=True) if any(row[0] for row in graphs) else None
     means: tuple[Tensor, ...] = _Mean.apply(collectives, joined, *listed) if listed else ()
     for number in sorted({number for row in graphs for number in row[1:]} & modules.keys()):

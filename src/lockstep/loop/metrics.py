@@ -212,22 +212,22 @@ def _sums(
     row[: len(head)] = head
     first = flat[:_AT_ONCE]
     row[len(head) : len(head) + first.numel()] = first
-    collectives.all_reduce(row, f"{caller}s").wait()
+    collectives.all_reduce(row, f"{caller}()").wait()
     *digests, weights, stops = row[: len(head)].tolist()
     decisions.hear_requests(stops > 0)
     if not are_alike(digests, collectives.world):
-        other = first_differing(all_gather_object(digest, "what was given to mean() or total()", collectives))
+        other = first_differing(all_gather_object(digest, "mean() or total()", collectives))
         assert other is not None
         _raise_difference(lines, other, caller, collectives)
     rest = flat[_AT_ONCE:]
     if rest.numel():
-        collectives.all_reduce(rest, f"more {caller}s").wait()
+        collectives.all_reduce(rest, f"{caller}()").wait()
     return torch.cat([row[len(head) :][: first.numel()], rest]), weights
 
 
 def _raise_difference(lines: Sequence[Line], other: int, caller: str, collectives: Collectives) -> NoReturn:
     """Raise on all ranks, because rank ``other`` has given a different structure from the first rank; name both."""
-    told = objects_of([0, other], [Line(f"{caller}()", ""), *lines], "what was given to mean() or total()", collectives)
+    told = objects_of([0, other], [Line(f"{caller}()", ""), *lines], "mean() or total()", collectives)
     pairs = zip_longest(*told, fillvalue=Line("nothing", ""))
     mine, its = next((Line(*a), Line(*b)) for a, b in pairs if a != b)
     raise AgreementError(

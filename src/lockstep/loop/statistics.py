@@ -131,7 +131,7 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     if all_ranks:
         collectives = reducer.collectives
         own = found.exposed_seconds, collectives.comm_stats.recent, collectives.comm_stats.before
-        rows: list[Any] = all_gather_object(own, "waiting of the ranks", collectives)
+        rows: list[Any] = all_gather_object(own, "statistics()", collectives)
         found.waited = [waited for waited, _, _ in rows]
         found.own_seconds = [own for _, own, _ in rows]
         found.own_seconds_before = [before for _, _, before in rows]

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import update_wrapper
+from typing import Generic, ParamSpec
 
 import torch
 from torch.nn import Module
@@ -17,6 +19,24 @@ from lockstep.phases import Phases
 
 Request = Callable[[], object]
 _BY_ROUNDS = "batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients"
+
+
+P = ParamSpec("P")
+
+
+class asked(Generic[P]):
+    """A question that is called, or stands in a condition as it is, as ``if run.should_stop:`` does."""
+
+    def __init__(self, question: Callable[P, bool]) -> None:
+        self._question = question
+        update_wrapper(self, question)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Ask."""
+        return self._question(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return self()  # type: ignore[call-arg]
 
 
 def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> list[Group]:
@@ -42,6 +62,7 @@ def stop_when(request: Request, group: Group | None = None) -> Decisions:
     return decisions
 
 
+@asked
 def should_stop(group: Group | None = None) -> bool:
     """Return True if any rank has asked to stop. The result is the same on all ranks in the same step.
 
@@ -105,6 +126,7 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
     _skip(schedulers)
 
 
+@asked
 def skipped(*modules: Module, group: Group | None = None) -> bool:
     """Return True if any rank has skipped this batch, by :func:`skip_batch`. Communicates nothing.
 
@@ -177,7 +199,7 @@ def agree(flag: object, group: Group | None = None) -> bool:
     decisions = decisions_of(needed_group(group))
     collectives = Collectives(decisions.group, Phases())
     numbers = torch.tensor([bool(flag), decisions.asks_to_stop], dtype=torch.int64).to(collectives.device)
-    collectives.all_reduce(numbers, "a flag that ranks agree on").wait()
+    collectives.all_reduce(numbers, "agree()").wait()
     agreed, stops = numbers.tolist()
     decisions.hear_requests(bool(stops))
     return bool(agreed)

@@ -17,8 +17,8 @@ from lockstep import loop
 from lockstep._base.seeds import derive_seed
 from lockstep._base.wrapper import naming_options
 from lockstep.checkpoints import Resumed
-from lockstep.checkpoints.state import check_named
-from lockstep.distributed.comm.group_state import leave_companions
+from lockstep.checkpoints.state import check_named, folder_named
+from lockstep.distributed.comm.group_state import leave_companions, state_of
 from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.errors import OptionError
@@ -38,14 +38,21 @@ T = TypeVar("T")
 _ELSEWHERE = {
     "all_gather": "torch.distributed.all_gather_object(list, object, group=run.group)",
     "all_reduce": "torch.distributed.all_reduce(tensor, group=run.group), lockstep.mean() or lockstep.loop.total()",
+    "autocast": "torch.autocast(run.device.type)",
     "backward": "loss.backward()",
     "barrier": "torch.distributed.barrier(run.group)",
     "broadcast": "torch.distributed.broadcast(tensor, 0, group=run.group)",
+    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_(model.parameters(), limit), after backward()",
     "gather": "torch.distributed.gather_object(object, list, group=run.group)",
+    "is_main_process": "run.is_main",
     "join": "run.batches(loader), which gives equally many batches to all ranks",
+    "local_world_size": "int(os.environ['LOCAL_WORLD_SIZE']), which torchrun sets",
+    "log": "your logger under `if run.is_main:`, with values of lockstep.mean()",
     "mean": "lockstep.mean()",
+    "prepare": "lockstep.replicate(model) and run.batches(loader); the optimizer stays as it is",
     "print": "print() under `if run.is_main:`",
     "replicate": "lockstep.replicate(module)",
+    "wait_for_everyone": "torch.distributed.barrier(run.group)",
 }
 """What users of other libraries look for in a session, and where it is."""
 
@@ -182,7 +189,7 @@ class Session:
 
     def skip_batch(self, *modules: torch.nn.Module) -> None:
         """Skip this batch on all ranks: :func:`lockstep.loop.skip_batch` over the session's group."""
-        loop.skip_batch(*modules, group=self.group)
+        loop.skip_batch(*modules, group=None if modules else self.group)
 
     def skip_on(self, *errors: type[BaseException]) -> contextlib.AbstractContextManager[None]:
         """Skip a batch that raises one of ``errors``: :func:`lockstep.loop.skip_on` over the session's group."""
@@ -221,7 +228,9 @@ class Session:
         check_named(unnamed, "save()")
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
-            return self._state.save(Path(path), keep, step, self._generators() | state, wait=wait, check=check)
+            return self._state.save(
+                folder_named(path, "save()"), keep, step, self._generators() | state, wait=wait, check=check
+            )
 
     def snapshot(
         self,
@@ -263,11 +272,12 @@ class Session:
         A call that takes a snapshot communicates what :func:`lockstep.save` does; other calls communicate nothing.
         """
         check_named(unnamed, "snapshot()")
+        path = folder_named(path, "snapshot()")
         if not self._state.snapshot_is_due(path, every, at_most):
             return False
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
-            self._state.snapshot(Path(path), every, at_most, step, self._generators() | state)
+            self._state.snapshot(path, every, at_most, step, self._generators() | state)
         return True
 
     def resume(
@@ -289,7 +299,7 @@ class Session:
                 "left out by the data set"
             )
         with self.phase(Phase.CHECKPOINT):
-            found = self._state.resume(Path(path), self._generators() | state)
+            found = self._state.resume(folder_named(path, "resume()"), self._generators() | state)
         if found is not None and found.step is not None:
             self._steps.go_on_from(found.step)
         return found
@@ -322,12 +332,13 @@ class Session:
     if not TYPE_CHECKING:  # type checkers know what a session has
 
         def __getattr__(self, name: str) -> NoReturn:
-            hint = f"; call {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            hint = f"; write {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
             raise AttributeError(f"the session has no attribute {name!r}{hint}")
 
     def _release(self) -> None:
         self._decisions = None
         if dist.is_initialized() and not self._keeps_group and self._watch.may_destroy_groups():
+            state_of(self.group).session_ended = True
             dist.destroy_process_group()
             leave_companions()
 

@@ -120,9 +120,7 @@ def full_state(placement: Placement, collectives: Collectives, keeps: bool) -> S
     device = plain(placement.placed[0].parameter).device if placement.placed else collectives.device
     rest = _packed(placement)
     description = _Described(_names(placement), len(rest), _problem_of(placement, rest))
-    descriptions = [
-        _Described(*each) for each in all_gather_object(description, "what ranks have of the state", collectives)
-    ]
+    descriptions = [_Described(*each) for each in all_gather_object(description, "full_state_dict()", collectives)]
     problem = next((each.problem for each in descriptions if each.problem), "")
     if problem:
         raise ShardingError(problem)
@@ -137,7 +135,7 @@ def full_state(placement: Placement, collectives: Collectives, keeps: bool) -> S
         moves: list[Moves | None] = [None] * len(descriptions)
         if targets is not None:
             moves = [streams.moves(each) for each in targets]
-        streams.gather(streams.moves(places), Targets(moves), "state of the optimizer")
+        streams.gather(streams.moves(places), Targets(moves), "full_state_dict()")
     others = {key: value for key, value in placement.state.items() if not isinstance(key, Tensor)}
     return {**result.state(), **copy.deepcopy(others)} if keeps else {}
 

@@ -149,7 +149,8 @@ class Agreement:
         """
         known = {id(parameter) for _, parameter in self._members.parameters}
         new = [number for number, (_, parameter) in enumerate(members.parameters) if id(parameter) not in known]
-        rows = check_same_on_all_ranks(members.describe(self._members), self._collectives, new)
+        lines, what = members.describe(self._members), "the end of a step with shares"
+        rows = check_same_on_all_ranks(lines, self._collectives, new, what=what)
         names, ranks = [name for name, _ in members.parameters], self._collectives.global_ranks
         check_new_everywhere(names, rows, ranks)
         for rank, head in zip(ranks, heads, strict=True):

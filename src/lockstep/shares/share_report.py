@@ -128,7 +128,7 @@ def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> 
     if others:
         first, other = collectives.global_ranks[0], collectives.global_ranks[others[0]]
         try:
-            check_same_on_all_ranks(step.describe(), collectives)
+            check_same_on_all_ranks(step.describe(), collectives, what="the end of a step with shares")
         except AgreementError as error:
             raise PeerError(
                 f"rank {other} is at the end of another step than rank {first} (rank {collectives.global_rank} is at "

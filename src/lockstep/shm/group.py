@@ -200,7 +200,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._abort(f"rank {self._global_rank} called abort()")
 
     def _abort(self, reason: str) -> None:
-        self._runtime.abort(f"the shm process group is aborted: {reason}", collective_may_run=True)
+        self._runtime.abort(f"the process group is aborted: {reason}", collective_may_run=True)
         self._end()
         for each in self._beside:
             each._abort(reason)
@@ -241,7 +241,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
 
     def _gloo_group(self) -> Any:
         if self._runtime.gloo is None:
-            raise CommunicationError("the shm process group has been destroyed")
+            raise CommunicationError("the process group has been destroyed")
         self._runtime.peers.check_open()
         return self._runtime.gloo
 
@@ -264,7 +264,7 @@ def _run(runtime: Runtime, run: Callable[[Algorithm], object], timeout: float, g
         runtime.abort(str(error))
         raise
     except BaseException as error:
-        runtime.abort(f"the shm process group is aborted: rank {global_rank} failed in a collective: {error!r}")
+        runtime.abort(f"the process group is aborted: rank {global_rank} failed in a collective: {error!r}")
         raise
 
 

@@ -165,7 +165,7 @@ def disagreement(said: Mapping[str, Sequence[int]]) -> AgreementError:
     """Return the error for ranks that are about to run different collectives."""
     lines = [f"{ranks_in_words(by)}: {what}" for what, by in said.items() if by]
     return AgreementError(
-        "the ranks of a shm process group run different collectives, and no data has been moved: "
+        "the ranks run different collectives, and no data has been moved: "
         f"{'; '.join(lines)}. Every rank has to run the same collectives in the same order, with the same sizes and "
         "dtypes; the group can be used further"
     )

@@ -69,7 +69,7 @@ class Peers:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
         self._process = os.getpid()
-        self._farewell = f"rank {self.global_ranks[local_rank]}: this process has ended the shm process group"
+        self._farewell = f"rank {self.global_ranks[local_rank]}: this process has ended the process group"
         self.reason: str | None = None
         """Why the group cannot be used any more."""
         self._ends = select.poll()
@@ -288,7 +288,7 @@ class Peers:
 
     def fail(self, why: str) -> None:
         """Abort the group: tell every other rank why, and raise."""
-        self.reason = f"the shm process group is aborted: {why}"
+        self.reason = f"the process group is aborted: {why}"
         self.abort(self.reason)
         raise CommunicationError(self.reason)
 
@@ -353,7 +353,7 @@ class Peers:
 
     def close(self) -> None:
         """Close the connections; call when no thread uses them any more."""
-        self._close("this process has destroyed the shm process group")
+        self._close("this process has destroyed the process group")
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1

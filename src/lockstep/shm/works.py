@@ -115,7 +115,7 @@ class WorkQueue:
         """Append a collective; unless ``background``, the caller is about to wait for it."""
         with self._condition:
             if self._closed:
-                raise CommunicationError("the shm process group has been destroyed")
+                raise CommunicationError("the process group has been destroyed")
             self._begun.append(work)
             if sum(output.numel() * output.itemsize for output in work.outputs) <= SMALL_BYTES:
                 self._recent.append(work)
@@ -250,6 +250,6 @@ def _outcome(work: "ShmWork") -> list[Tensor]:
 
 
 def _wrapped(error: BaseException) -> Any:
-    wrapped = CommunicationError(f"a collective of the shm process group failed: {type(error).__name__}: {error}")
+    wrapped = CommunicationError(f"a collective failed: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

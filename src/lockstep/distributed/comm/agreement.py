@@ -130,26 +130,32 @@ def describe_tensor(tensor: Tensor, layout: bool = True) -> str:
 
 
 def check_same_on_all_ranks(
-    lines: Sequence[Line], collectives: Collectives, numbers: Sequence[int] = (), error: str = ""
+    lines: Sequence[Line],
+    collectives: Collectives,
+    numbers: Sequence[int] = (),
+    error: str = "",
+    what: str = "backward()",
 ) -> list[list[int]]:
     """Raise :class:`AgreementError`, on every rank, unless all have the same lines; return every rank's ``numbers``.
+
+    ``what`` is the call of the program: ranks in different calls raise that.
 
     A rank without lines gives the reason in ``error``, which every rank raises. Communicates what
     :func:`all_gather_object` does, and once more if there is a difference.
     """
     digest = None if error else text_digest(json.dumps(lines))
-    rows = all_gather_object([digest, *numbers], "digest of the module", collectives)
+    rows = all_gather_object([digest, *numbers], what, collectives)
     if digest is not None and first_differing(rows) is None:
         return [list(numbers)] * collectives.world
     digests = [each for each, *_ in rows]
     ranks = collectives.global_ranks
     if None in digests:
         failed = digests.index(None)
-        (error,) = objects_of([failed], error, "error of a rank", collectives)
+        (error,) = objects_of([failed], error, what, collectives)
         raise AgreementError(f"rank {ranks[failed]} cannot replicate its module: {error}")
     other = first_differing(digests)
     if other is not None:
-        reference, its = objects_of([0, other], lines, "description of the module", collectives)
+        reference, its = objects_of([0, other], lines, what, collectives)
         _raise_difference(reference, its, (ranks[0], ranks[other]))
     return [each for _, *each in rows]
 

@@ -168,7 +168,7 @@ class Collectives:
     def _find_companion(self, what: str) -> _Sender:
         """Return the companion; make it if this is its first use."""
         self.check_alive()
-        state = self._state
+        state, what = self._state, waits.name_of_call(what)
         with state.makes_companion:
             if state.companion is None:
                 try:
@@ -240,7 +240,7 @@ class Collectives:
     def is_alive(self) -> bool:
         """True unless the group has been destroyed, belongs to the process that this one was forked from, or this rank
         is lost."""
-        if self._state.is_inherited or self._state.lost:
+        if self._state.is_inherited or self._state.lost or self._state.session_ended:
             return False
         return not self._registered or self.group in dist.distributed_c10d._world.pg_group_ranks
 
@@ -254,9 +254,17 @@ class Collectives:
                 f"rank {self.global_rank} can no longer take part in what the other ranks of its process group do: "
                 f"{self._state.lost}. Destroy the group and make another, or start anew"
             )
-        raise CommunicationError(
-            f"rank {self.global_rank}: the process group has been destroyed; gradients cannot be synchronised any "
-            "more. Destroy it after the last backward, or run this one under no_sync()"
+        raise CommunicationError(f"rank {self.global_rank}: {self._why_gone()}")
+
+    def _why_gone(self) -> str:
+        if self._state.session_ended:
+            return (
+                "the session has ended; indent this line below `with lockstep.session()`. In a new session, replicate "
+                "the module anew"
+            )
+        return (
+            "the process group has been destroyed; gradients cannot be synchronised any more. Destroy it after the "
+            "last backward, or run this one under no_sync()"
         )
 
     def begun(self) -> int | None:
@@ -485,8 +493,9 @@ class Collectives:
         **options: Any,
     ) -> Pending:
         """Begin a collective; ``needed`` are the ranks without which it cannot end, or None for all."""
-        if self._state.is_inherited:
-            self._check_process()
+        if self._state.is_inherited or self._state.session_ended:
+            self.check_alive()
+        what = waits.name_of_call(what)
         try:
             work = collective(*args, **options)
         except (RuntimeError, ValueError) as error:
@@ -512,6 +521,8 @@ class Collectives:
             known = watcher.explain(error)
             if known is not None:
                 return known
+        if not self.is_alive and not self._state.lost:
+            return CommunicationError(f"{self._place()}: {self._why_gone()}")
         gist = (str(error) or type(error).__name__).splitlines()[0]
         return CommunicationError(
             f"{self._place()}: {what} failed: {gist}. Another rank has ended, was stopped, or did "
@@ -525,8 +536,8 @@ class Collectives:
         if watcher is None:
             return CommunicationError(f"{self._place()}: {what} failed: {error}")
         key = f"{hash(tuple(self.global_ranks))} {self._state.begun.count}"
-        calls = watcher.compare_calls(key, f'"{what}"', self.global_ranks)
-        return CommunicationError(f"{self._place()}: the ranks made different calls:\n{calls}\n({error})")
+        calls = watcher.compare_calls(key, what + self._state.in_loop, self.global_ranks)
+        return CommunicationError(f"{self._place()}: the ranks made different calls:\n{calls}")
 
 
 def _is_over(work: Any) -> bool:

@@ -62,6 +62,8 @@ class GroupState:
         """The reason why this rank cannot communicate over the group any more, or an empty text."""
         self.makes_companion = threading.Lock()
         """Held by the thread that makes :attr:`companion`."""
+        self.session_ended = False
+        """True once the session that made the group has ended, and destroyed it."""
         self.companion: Group | None = None
         """The group that sends tensors on the CPU instead of the group, from its first use on: see ``companion.py``."""
         self.begun = waits.BegunCollectives()
@@ -70,6 +72,8 @@ class GroupState:
         """The number of the last batch, and, in units of :data:`BATCHES_OF_A_LOOP`, of its loop. Kept when the
         decisions are freed with the last module, which happens at a different time on each rank
         (test_uneven_data.py, test_batches_are_numbered_alike_whatever_has_been_freed)."""
+        self.in_loop = ""
+        """Where the rank is in its loop over ``batches()``, in words, or how it has left the last one."""
         self.modules_with_shares = 0
         """The number of modules with shares replicated so far; kept when modules are freed
         (test_shares.py, test_modules_are_numbered_alike_whatever_has_been_freed)."""

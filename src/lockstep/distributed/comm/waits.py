@@ -43,6 +43,21 @@ class BegunCollectives:
         self.last_on_device = call, number
 
 
+_OF_BACKWARD = (
+    "bucket ",
+    "report, round",
+    "late gradients",
+    "order of gradients",
+    "which modules",
+    "whether each rank",
+)
+
+
+def name_of_call(what: str) -> str:
+    """Return the call of the program that begins a collective, as messages name it: backward() has many of them."""
+    return "backward()" if what.startswith(_OF_BACKWARD) else what
+
+
 class Call(NamedTuple):
     """One collective of this library on one group: made in each step, where a frozen dataclass takes longer."""
 

@@ -64,10 +64,10 @@ def check_alike(values: Values, optimizers: Sequence[Optimizer], collectives: Co
         raise OutOfSyncError(f"{found}; {advice}")
 
 
-def check_same_layouts(values: Values, collectives: Collectives) -> None:
+def check_same_layouts(values: Values, collectives: Collectives, what: str) -> None:
     """Raise :class:`AgreementError`, on every rank, if values have other names, shapes or dtypes on some rank."""
     lines = [Line(name.partition(" ")[2], describe_tensor(tensor, layout=False)) for name, tensor in values]
-    check_same_on_all_ranks(lines, collectives)
+    check_same_on_all_ranks(lines, collectives, what=what)
 
 
 def compared_in_save(objects: Mapping[str, object], ranks: int) -> tuple[Values, list[Optimizer]]:

@@ -166,7 +166,7 @@ class ShadowHook(JoinHook):
         with steps:
             values = Values.of((m.parameter for m in reducer.parameters), reducer.buffers.buffers)
         with steps:
-            rows = check_same_on_all_ranks([], collectives, [is_last_joiner], steps.problem)
+            rows = check_same_on_all_ranks([], collectives, [is_last_joiner], steps.problem, "join()")
         steps.end()
         source = max(rank for rank, (is_last,) in enumerate(rows) if is_last)
         self._wrapper._authoritative_rank = source

@@ -116,7 +116,7 @@ class Replication(ABC):
         rows = None
         if is_compared:
             with steps:
-                rows = check_same_on_all_ranks(lines, collectives, numbers, steps.problem)
+                rows = check_same_on_all_ranks(lines, collectives, numbers, steps.problem, "replicate()")
         steps.end()
         if is_compared:
             with self.phases.phase("make equal"):
@@ -129,7 +129,7 @@ class Replication(ABC):
                 self.restore(self._restored)
         if is_compared:
             with steps:
-                check_same_on_all_ranks([], collectives, error=steps.problem)
+                check_same_on_all_ranks([], collectives, error=steps.problem, what="replicate()")
         steps.end()
         return superseded
 
