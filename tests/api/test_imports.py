@@ -40,6 +40,7 @@ USES = {
         "lockstep.checkpoints",
         "lockstep.distributed.comm",
         "lockstep.distributed.reduction.report",
+        "lockstep.distributed.replication",
         "lockstep.failures",
         "lockstep.loop",
     },

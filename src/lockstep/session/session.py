@@ -18,14 +18,17 @@ from lockstep._base.seeds import derive_seed
 from lockstep._base.wrapper import naming_options
 from lockstep.checkpoints import Resumed
 from lockstep.checkpoints.state import check_named, folder_named
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import leave_companions, state_of
 from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.report.decisions import Decisions
+from lockstep.distributed.replication.training_alone import training_alone
 from lockstep.errors import OptionError
 from lockstep.failures.channel import LINK_SECONDS
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.loop.stop_and_skip import groups_of
+from lockstep.phases import Phases
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.run_state import RunState
 from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
@@ -124,6 +127,9 @@ class Session:
         self._requests = StopRequests(options.time_limit, f"rank {self.rank}", options.stop_signals)
         self._decisions: Decisions | None = None
         self._state = RunState(self.group, self._watch.channel, options.timeout)
+        self._collectives = Collectives(self.group, Phases())
+        if self.world_size > 1:
+            training_alone().session_begins(self._collectives)
         self._steps = StepCounter(self.progress, self._watch.enter)
         self.progress.current_phase = Phase.TRAINING
         self._watch.end_with_the_program(self.end)
@@ -322,6 +328,8 @@ class Session:
         stopped = self._decisions is not None and self._decisions.should_stop
         self._requests.end()
         self._steps.close()
+        if self.world_size > 1:
+            training_alone().session_ends(self._collectives, warns=error is None)
         try:
             self._watch.end(error, self._release)
         except BaseException:

@@ -35,6 +35,7 @@ from lockstep.distributed.replication.join import ShadowHook, enter_iteration
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import register
+from lockstep.distributed.replication.training_alone import training_alone
 from lockstep.errors import CommunicationError, HookError, NotReplicableError, OptionError
 
 
@@ -246,6 +247,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     @outside_compiler
     def _begin(self) -> None:
         """Replicate the module, and register the wrapper, so that functions for replicated modules take it."""
+        training_alone()
         replication = ReducerReplication(self.module, self._options, (), taking_over=True)
         replication.start(lambda undo: register(self, replication, undo))
         self._held = replication

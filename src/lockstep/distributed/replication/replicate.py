@@ -17,6 +17,7 @@ from lockstep.distributed.replication.instance_methods import add_methods
 from lockstep.distributed.replication.options import Options, read_options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import Replication, find_replication, register, replication_of
+from lockstep.distributed.replication.training_alone import training_alone
 from lockstep.errors import AlreadyManagedError, OptionError
 
 Loss = Literal["sum", "mean"]
@@ -137,6 +138,7 @@ def _attach(module: Module, replication: Replication, undo: ExitStack) -> None:
     """Register the replication, and add the hooks and the methods of :class:`Replicated`; ``undo`` removes them."""
     # The methods of a wrapper are those of its replication, which this one replaces.
     kept = [] if find_replication(module) else [n for n in _METHODS if getattr_static(module, n, None) is not None]
+    training_alone()
     register(module, replication, undo)
     before = ModuleHook(module, replication.before_forward)
     undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)

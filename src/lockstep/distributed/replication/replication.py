@@ -201,6 +201,11 @@ class Replication(ABC):
         """See :func:`lockstep.loop.accumulate`."""
 
     @property
+    def started(self) -> Collectives | None:
+        """The collectives over which it has started; None before."""
+        return self._collectives
+
+    @property
     def group(self) -> Group:
         """The process group; None if there is none yet."""
         return resolve_group(self.options.group) if self._collectives is None else self._collectives.group
