@@ -30,6 +30,7 @@ from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
 from lockstep.loop.balanced_sampler import BalancedBatches, counted
+from lockstep.loop.divided_data import first_rows, rows_digest, warn_of_same_rows, warn_of_two_divisions
 from lockstep.loop.stop_and_skip import groups_of
 from lockstep.phases import Phases
 
@@ -64,6 +65,9 @@ def batches(
     length (``IterableDataset``) is read one batch ahead. If any rank has such a loader, another all-reduce and, if they
     differ, another all-gather tell which ranks have a first batch, and the loop must synchronise in some backward pass.
 
+    Warns of a ``DataLoader`` that gives all ranks the same first batch, as soon as the next loop begins (without a
+    length, at once), and of :func:`shard` together with a ``DistributedSampler``.
+
     Raises:
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
             fewer or more batches than its length. The loop is inside of a loop whose loader has no length on some rank
@@ -97,7 +101,12 @@ class Batches(Generic[B]):
         self._own = _length(loader)
         self._padding = padding if padding is not None or self._own else _repeat_last(loader)
         has_padding = self._padding is not None
-        self._rows = [_agree_on_lengths(self._own, has_padding, each.decisions, loader) for each in self._schedulers]
+        warn_of_two_divisions(loader)
+        before = [first_rows.pop(each.group, 0) for each in self._schedulers]
+        self._rows = [
+            _agree_on_lengths(self._own, has_padding, each.decisions, rows, loader)
+            for each, rows in zip(self._schedulers, before, strict=True)
+        ]
         self._lengths = [length for rows in self._rows for length, _ in rows]
         self._looks_ahead = min(self._lengths) < 0
         self._may_be_empty = any(padded for rows in self._rows for _, padded in rows)
@@ -142,6 +151,8 @@ class Batches(Generic[B]):
                 whole.callback(self._note_padding, False)
                 self._note_place(IN_LOOP)
                 for number, (batch, is_padding, ends, uneven) in enumerate(given):
+                    if not (number or is_padding or self._looks_ahead):  # else ranks have told each other already
+                        first_rows.update({each.group: rows_digest(self._loader, batch) for each in self._schedulers})
                     for each, loop, rows in zip(decisions, loops, self._rows, strict=True):
                         active = [rank for rank, (length, _) in enumerate(rows) if length > number] if uneven else None
                         each.next_batch(loop, ends, uneven, active)
@@ -171,7 +182,8 @@ class Batches(Generic[B]):
         first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
         if self._looks_ahead:
             own = self._own if self._own >= 0 else int(first is not _NOTHING)
-            self._rows = [_agree_on_lengths(own, batch is not None, each.decisions) for each in self._schedulers]
+            rows = rows_digest(self._loader, first)
+            self._rows = [_agree_on_lengths(own, batch is not None, each.decisions, rows) for each in self._schedulers]
             if not any(length for each in self._rows for length, _ in each):
                 return
         shortest, longest = min(self._lengths), max(self._lengths)
@@ -254,9 +266,11 @@ def _repeat_last(loader: object) -> Any:
 
 
 def _agree_on_lengths(
-    own: int, has_padding: bool, decisions: Decisions, loader: object = None
+    own: int, has_padding: bool, decisions: Decisions, rows_of_first: int, loader: object = None
 ) -> list[tuple[int, bool]]:
     """Exchange the length of each rank's loader, and, for loaders without one, if there is a first batch.
+
+    Digests of first batches travel with them: of the one before, or, for loaders without a length, of this one.
 
     Requests to stop travel with them. Raises on every rank if some rank has no batch to iterate over, or if loaders
     that describe themselves (of a ``BalancedSampler``) differ.
@@ -264,10 +278,13 @@ def _agree_on_lengths(
     collectives = Collectives(decisions.group, Phases())
     lines = loader.describe() if isinstance(loader, BalancedBatches) else []
     digest = text_digest(repr(lines)) if lines else 0
-    told = all_gather_object([own, has_padding, digest, decisions.asks_to_stop], "batches()", collectives)
-    if first_differing([digest for _, _, digest, _ in told]) is not None:
+    own_row = [own, has_padding, digest, decisions.asks_to_stop, rows_of_first]
+    told = all_gather_object(own_row, "batches()", collectives)
+    if first_differing([each[2] for each in told]) is not None:
         check_same_on_all_ranks(lines, collectives, what="batches()")
-    decisions.hear_requests(any(stops for *_, stops in told))
+    decisions.hear_requests(any(each[3] for each in told))
+    if rows_of_first and len(told) > 1 and all(each[4] == rows_of_first for each in told):
+        warn_of_same_rows(collectives.global_rank)
     rows: list[tuple[int, bool]] = [(length, padded) for length, padded, *_ in told]
     for rank, (length, padded) in zip(collectives.global_ranks, rows, strict=True):
         if length == 0 and not padded and any(other > 0 for other, _ in rows):
