@@ -232,10 +232,10 @@ def rooms() -> str:
         "failures": (20, 130, "failures/\nchannel, progress, stacks", ORANGE),
         "check": (170, 240, "check/\nN ranks beside one process", GREEN),
         "loop": (400, 186, "loop/\nbatches(), accumulate(), agree()", BLUE),
-        "shares": (740, 210, "shares/\nthe same bits, GlobalBatches", BLUE),
-        "sharding": (740, 110, "sharding/\nshard_optimizer()", BLUE),
+        "shares": (740, 110, "shares/\nthe same bits, GlobalBatches", BLUE),
+        "sharding": (740, 270, "sharding/\nshard_optimizer()", BLUE),
         "replication": (400, 262, "distributed/replication/\nreplicate(), DDP", BLUE),
-        "local": (740, 320, "local/\none process, many devices", ORANGE),
+        "local": (740, 190, "local/\none process, many devices", BLUE),
         "reduction": (400, 338, "distributed/reduction/\none round of gradients", BLUE),
         "shm": (140, 414, "shm/\nthrough shared memory", ORANGE),
         "comm": (400, 414, "distributed/comm/\ncollectives, agreement", BLUE),
@@ -253,13 +253,14 @@ def rooms() -> str:
     p.arrow(399, 45, 221, 145)  # session to failures
     p.arrow(560, 61, 600, 99)  # session to checkpoints
     p.arrow(640, 147, 590, 261)  # checkpoints to replication
-    p.arrow(739, 146, 601, 266)  # sharding to replication
-    p.arrow(739, 238, 601, 280)  # shares to replication
-    p.arrow(739, 248, 601, 356)  # shares to reduction
+    p.arrow(739, 293, 601, 293)  # sharding to replication
+    p.arrow(739, 140, 601, 270)  # shares to replication
+    p.arrow(739, 152, 601, 352)  # shares to reduction
+    p.arrow(840, 157, 840, 189)  # shares to local
+    p.arrow(739, 209, 601, 209)  # local to loop
     p.arrow(60, 177, 60, 499)  # what rests on the files beside the rooms alone
     p.arrow(240, 461, 240, 499)
     p.arrow(500, 461, 500, 499)
-    p.arrow(840, 367, 840, 499)
     return p.svg()
 
 

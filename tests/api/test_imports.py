@@ -14,7 +14,6 @@ CORE = {"lockstep.distributed.comm", "lockstep.distributed.replication"} | REDUC
 USES = {
     "lockstep": set(),
     "lockstep._base": set(),
-    "lockstep.local": set(),
     "lockstep.failures": set(),
     "lockstep.shm": set(),
     "lockstep.distributed.comm": {"lockstep.shm"},
@@ -33,7 +32,13 @@ USES = {
     "lockstep.distributed.replication": {"lockstep.distributed.comm"} | REDUCTION,
     "lockstep.distributed": set(),
     "lockstep.loop": CORE - {"lockstep.distributed.reduction.buckets", "lockstep.distributed.reduction.module"},
-    "lockstep.shares": CORE - {"lockstep.distributed.reduction", "lockstep.distributed.reduction.autograd"},
+    "lockstep.local": {
+        "lockstep.distributed.comm",
+        "lockstep.distributed.reduction.autograd",
+        "lockstep.loop",
+    },
+    "lockstep.shares": CORE - {"lockstep.distributed.reduction", "lockstep.distributed.reduction.autograd"}
+    | {"lockstep.local"},
     "lockstep.sharding": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.checkpoints": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.session": {

@@ -226,7 +226,7 @@ PUBLIC = {
             .refresh()
         Scatter.apply(devices, chunk_sizes, dim, tensor)
         class Statistics(calls=<factory>, seconds=<factory>)
-        class SyncBatchNorm(*args, **kwargs)
+        class SyncBatchNorm(*args, process_group=None, **kwargs)
             .forward(input)
         broadcast(tensor, devices=None, *, out=None)
         broadcast_coalesced(tensors, devices, buffer_size=10485760)

@@ -109,7 +109,8 @@ def _of_gradients(said: str, comparison: Comparison, around: Surroundings) -> Fi
     if around.batch_norms:
         return Finding(
             "batch-statistics",
-            f"{said}: {around.batch_norms[0]} normalises with the statistics of each rank's rows; use SyncBatchNorm",
+            f"{said}: {around.batch_norms[0]} normalises with the statistics of each rank's rows; convert the "
+            "model by lockstep.local.SyncBatchNorm.convert_sync_batchnorm(model)",
         )
     if around.weights is not None and is_mean:
         shown = " : ".join(f"{each:.3g}" for each in around.weights)
@@ -194,7 +195,8 @@ def _of_weights(said: str, comparison: Comparison, around: Surroundings) -> Find
 def _of_buffers(said: str, comparison: Comparison, around: Surroundings) -> Finding:
     return Finding(
         "only-buffers",
-        f"{said}; gradients and weights are equal. Buffers have the statistics of one rank's rows: use SyncBatchNorm, "
+        f"{said}; gradients and weights are equal. Buffers have the statistics of one rank's rows: use "
+        "lockstep.local.SyncBatchNorm, "
         'or replicate(model, buffer_policy="mean")',
     )
 

@@ -117,7 +117,8 @@ def _seed(seed: int) -> None:
 
 
 def _has_batch_statistics(module: Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm) and module.training
+    synchronised = isinstance(module, lockstep.local.SyncBatchNorm | torch.nn.SyncBatchNorm)
+    return isinstance(module, _BatchNorm) and not synchronised and module.training
 
 
 class _Recorder:

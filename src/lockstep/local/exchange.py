@@ -174,6 +174,11 @@ class Replica:
     exchange: ReplicaExchange
     outer: "Replica | None" = None
 
+    @property
+    def is_first(self) -> bool:
+        """True for the first replica of the outermost call."""
+        return self.index == 0 and (self.outer is None or self.outer.is_first)
+
     def run(self, call: Callable[[], T]) -> T:
         """Return the result of ``call``, for whose code this is the current replica."""
         token = _current.set(self)

@@ -20,11 +20,11 @@ from lockstep.distributed.reduction.autograd.graph import MeanInPass
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import find_replication, replication_of
-from lockstep.errors import OptionError, PeerError
+from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.loop.mean_over_ranks import lead_to, numbers_behind
 from lockstep.phases import Phases
 
-_ROWS = "rows of all ranks"
+_ROWS = "rows of all ranks, gather_rows()"
 
 
 class GatheredRows(NamedTuple):
@@ -152,11 +152,36 @@ def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collec
     flags = [any(row[2 + n] for row in told) for n in range(len(tensors))]
     rows = _Rows(collectives, counts, [tuple(each.shape[1:]) for each in tensors], [each.dtype for each in tensors])
     joined = torch.empty(0, requires_grad=True) if any(flags) else None
-    whole = list(_GatherRows.apply(rows, joined, tuple(flags), *tensors))
+    whole = list(_GatherRows.apply(rows, joined, tuple(flags), None, *tensors))
     for number in sorted({number for row in told for number in row[2 + len(tensors) :]} & modules.keys()):
         lead_to(modules[number], whole[flags.index(True)])
     begin = sum(counts[: collectives.rank])
     return whole, slice(begin, begin + count)
+
+
+def gather_row(count: int, row: Tensor, collectives: Collectives, what: str) -> tuple[list[int], Tensor]:
+    """Return the count and the row of each rank, in one all-gather; the rows are differentiable, as in
+    :func:`gather_rows`. They have the same length and dtype on every rank.
+
+    Raises :class:`AgreementError` on every rank if the graph is recorded on some ranks only, whose backward would wait
+    for the others. Messages name ``what``.
+    """
+    records = torch.is_grad_enabled()
+    head = torch.tensor([[count, records, records and row.requires_grad]], device=row.device)
+    ones, shape = [1] * collectives.world, tuple(row.shape)
+    both = _Rows(collectives, ones, [(3,), shape], [head.dtype, row.dtype], what)
+    heads, values = both.gather([head, row.detach()[None]])
+    counts, recording, flags = heads.t().tolist()
+    if len(set(recording)) > 1:
+        ranks = collectives.global_ranks
+        raise AgreementError(
+            f"{what}: rank {ranks[recording.index(0)]} runs its forward under torch.no_grad(), rank "
+            f"{ranks[recording.index(1)]} does not; call the module in the same way on every rank"
+        )
+    joined = torch.empty(0, requires_grad=True) if any(flags) else None
+    rows = _Rows(collectives, ones, [shape], [row.dtype], what)
+    (whole,) = _GatherRows.apply(rows, joined, (any(flags),), [values], row[None])
+    return counts, whole
 
 
 def _valid(paths: Sequence[str], tensors: Sequence[Tensor]) -> bool:
@@ -190,11 +215,13 @@ class _Rows:
         counts: Sequence[int],
         shapes: Sequence[tuple[int, ...]],
         dtypes: Sequence[torch.dtype],
+        what: str = _ROWS,
     ) -> None:
         self.collectives = collectives
         self.counts = counts
         self.shapes = shapes
         self.dtypes = dtypes
+        self.what = what
         self.own_count = counts[collectives.rank]
         self.begins = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
         self.row_bytes = [dtype.itemsize * prod(shape) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -212,7 +239,7 @@ class _Rows:
         for start, tensor in zip(starts, tensors, strict=False):
             part = as_bytes(tensor)
             own[start : start + len(part)] = part
-        self.collectives.all_gather_flat(flat.view(-1), own, _ROWS).wait()
+        self.collectives.all_gather_flat(flat.view(-1), own, self.what).wait()
         if not failed:
             self._check_failed(flat[:, 0].tolist())
         found = []
@@ -246,8 +273,8 @@ class _Rows:
             ranks = self.collectives.global_ranks
             raise PeerError(
                 f"rank {self.collectives.global_rank}: backward failed on rank {ranks[failed.index(1)]} before it came "
-                "to the rows of all ranks that this rank's goes through (gather_rows()); that rank's own error says "
-                "why. No gradient has been handed out"
+                f"to the {self.what} that this rank's goes through; that rank's own error says why. No gradient has "
+                "been handed out"
             )
 
     def _exchange(
@@ -268,7 +295,7 @@ class _Rows:
         length = len(head) + self.own_count * sum(self.row_bytes)
         flat = head.new_empty(len(self.counts) * length)
         received = [length] * len(self.counts)
-        self.collectives.all_to_all(flat, torch.cat(sent), received, sizes, f"gradients of {_ROWS}").wait()
+        self.collectives.all_to_all(flat, torch.cat(sent), received, sizes, f"gradients of {self.what}").wait()
         pieces = flat.view(len(self.counts), length)
         return pieces[:, : len(head)].tolist(), list(pieces[:, len(head) :])
 
@@ -302,13 +329,21 @@ class _InPass(MeanInPass):
 class _GatherRows(Function):
     """The rows of all ranks; the backward is :class:`_SumRows`.
 
-    ``joined`` is an empty leaf that gives the function a graph on every rank if it has one on any.
+    ``joined`` is an empty leaf that gives the function a graph on every rank if it has one on any. ``gathered`` are the
+    rows, if they have been gathered before.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: _Rows, joined: Tensor | None, flags: tuple[bool, ...], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        rows: _Rows,
+        joined: Tensor | None,
+        flags: tuple[bool, ...],
+        gathered: list[Tensor] | None,
+        *tensors: Tensor,
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        whole = rows.gather(tensors)
+        whole = rows.gather(tensors) if gathered is None else gathered
         like = tensors[0].new_empty(0)
         ctx.rows, ctx.flags, ctx.like = rows, flags, like
         ctx.in_pass = _InPass(rows, joined, lambda: rows.sum_own([None] * len(flags), like, failed=True))
@@ -321,7 +356,7 @@ class _GatherRows(Function):
         ctx.in_pass.taken_in = current_pass()
         joined = ctx.in_pass.joined
         found = _SumRows.apply(ctx.rows, ctx.like, joined if torch.is_grad_enabled() else None, ctx.flags, *grads)
-        return None, None if joined is None else torch.empty_like(joined), None, *found
+        return None, None if joined is None else torch.empty_like(joined), None, None, *found
 
 
 class _SumRows(Function):
@@ -347,7 +382,7 @@ class _SumRows(Function):
             ctx.like.new_zeros((rows.own_count, *shape), dtype=dtype) if grad is None else grad
             for grad, shape, dtype in zip(grads, rows.shapes, rows.dtypes, strict=True)
         ]
-        whole = _GatherRows.apply(rows, joined if torch.is_grad_enabled() else None, ctx.flags, *full)
+        whole = _GatherRows.apply(rows, joined if torch.is_grad_enabled() else None, ctx.flags, None, *full)
         found = [each if given else None for each, given in zip(whole, ctx.given, strict=True)]
         to_joined = None if joined is None else torch.empty_like(joined)
         return None, None, to_joined, None, *found

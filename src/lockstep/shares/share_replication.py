@@ -18,6 +18,7 @@ from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.replicate import Loss, replicate_shares_with
 from lockstep.distributed.replication.replication import Replication
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
+from lockstep.local.sync_batch_norm import SyncBatchNorm
 from lockstep.shares.module import ShareModule
 from lockstep.shares.share_settings import check_repeatable, check_settings, settings_of
 from lockstep.shares.share_state import ShareWorld, check_shares, world_of
@@ -33,6 +34,7 @@ class ShareReplication(Replication):
         if loss not in get_args(Loss):
             raise OptionError(f"loss must be one of {', '.join(get_args(Loss))}, got {loss!r}")
         _check_options(options)
+        _check_layers(module)
         group = resolve_group(options.group)
         self._shares = check_shares(shares, None if group is None else group.size(), "replicate()")
         self._loss = loss
@@ -212,3 +214,13 @@ def _check_options(options: Options) -> None:
 
 
 replicate_shares_with(ShareReplication)
+
+
+def _check_layers(module: Module) -> None:
+    for name, layer in module.named_modules():
+        if isinstance(layer, SyncBatchNorm | torch.nn.SyncBatchNorm):
+            raise OptionError(
+                f"replicate() got shares for a module with a SyncBatchNorm, {name or 'the module itself'}: a share "
+                "runs before the rows of the other shares are known. Use torch.nn.BatchNorm, which normalises the "
+                "rows of each share, on any number of ranks alike"
+            )

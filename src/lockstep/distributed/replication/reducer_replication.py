@@ -226,8 +226,8 @@ class ReducerReplication(Replication):
                 f"rank {reducer.collectives.global_rank}: forward changes buffers of a replicated "
                 f"{type(module).__name__} whose parameters are all frozen. Buffers are made equal at the end of a "
                 "backward, and it has none, so they may differ between ranks from now on. Call its eval(), if they are "
-                "not to change; use SyncBatchNorm; send them yourself (torch.distributed.broadcast); or let each rank "
-                'have its own by buffer_policy="local"',
+                "not to change; use lockstep.local.SyncBatchNorm; send them yourself (torch.distributed.broadcast); or "
+                'let each rank have its own by buffer_policy="local"',
                 stacklevel=4,
             )
 

@@ -119,13 +119,19 @@ class MeanInPass:
             pass
 
 
-_alive: weakref.WeakSet[MeanInPass] = weakref.WeakSet()
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
 def has_means() -> bool:
     """Return True if a backward pass of this process may take a mean over ranks; its time depends on the graph."""
     return bool(_alive)
+
+
+def keep_means(layer: object) -> None:
+    """Let :func:`has_means` return True as long as ``layer`` lives: a checkpoint runs its forward, which communicates,
+    for the first time without a graph, and in backward again."""
+    _alive.add(layer)
 
 
 def joined_behind(given: dict[str, Any]) -> Sequence[Tensor]:
