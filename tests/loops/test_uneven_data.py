@@ -675,14 +675,6 @@ def test_a_flag_that_any_rank_has():
     )
 
 
-def test_shards_are_unequal_by_one_at_most():
-    shards = run_ranks(3, lambda rank: list(lockstep.loop.shard(range(8), rank.group)))
-
-    assert shards == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    with pytest.raises(OptionError, match=r"shard\(\) got a list_iterator without a length"):
-        run_ranks(1, lambda rank: lockstep.loop.shard(iter([]), rank.group))
-
-
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 def test_batches_are_numbered_alike_whatever_has_been_freed(hosts):
     """One rank's collector has taken the model of a loop before, the other's has not yet."""

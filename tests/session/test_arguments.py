@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import lockstep
 from lockstep.errors import CommunicationError, DeviceError, LockstepError, OptionError, UnknownOptionError
@@ -72,17 +71,9 @@ def test_the_names_that_the_package_shows():
     assert all(hasattr(lockstep, name) for name in dir(lockstep))
 
 
-class Stream(IterableDataset):
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 NO_DATA_SETS = {
     "loader": (DataLoader([1, 2]), "a DataLoader: shard the data set that it loads, DataLoader(run.shard(dataset)"),
-    "stream": (Stream(), "a Stream, whose samples have no indices"),
+    "no order": (Dataset(), "a Dataset without a length"),
     "set": ({1, 2}, "a set, whose samples have no indices"),
 }
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.nn import Module
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep._base.digests import text_digest
 from lockstep._base.loader_workers import workers_protected
@@ -25,7 +25,7 @@ from lockstep._base.tree import tree_map
 from lockstep.distributed.comm.agreement import all_gather_object, check_same_on_all_ranks, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
-from lockstep.distributed.comm.groups import Group, needed_group
+from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
@@ -302,32 +302,3 @@ def _copy(batch: B) -> B:
     except StructureError:
         return batch
     return copied
-
-
-def shard(dataset: "Dataset[B]", group: Group | None = None) -> "Subset[B]":
-    """Return this rank's part of a data set; sizes differ by at most one sample, with nothing padded or dropped.
-
-    Args:
-        dataset: A data set with a length, the same on every rank.
-        group: The ranks; the default group if None.
-
-    Communicates nothing.
-
-    Example:
-        >>> import torch.distributed as dist, lockstep
-        >>> list(lockstep.loop.shard([10, 11, 12], dist.ProcessGroupGloo(dist.HashStore(), 0, 1)))
-        [10, 11, 12]
-
-    Stands for: ``DistributedSampler``, which pads, or drops with ``drop_last=True``.
-    """
-    ranks = needed_group(group)
-    kind = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise OptionError(
-            f"shard() got a {kind}: shard the data set that it loads, DataLoader(run.shard(dataset), ...)"
-        )
-    if not isinstance(dataset, Sized):
-        raise OptionError(f"shard() got a {kind} without a length; expected a map-style data set")
-    if not hasattr(dataset, "__getitem__") or type(dataset).__getitem__ is Dataset.__getitem__:
-        raise OptionError(f"shard() got a {kind}, whose samples have no indices; expected a map-style data set")
-    return Subset(dataset, range(ranks.rank(), len(dataset), ranks.size()))

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from lockstep import loop
 from lockstep._base.seeds import derive_seed
@@ -175,8 +175,14 @@ class Session:
         """Return True if the flag is true on any rank: :func:`lockstep.loop.agree` over the session's group."""
         return loop.agree(flag, self.group)
 
-    def shard(self, dataset: "Dataset[T]") -> "Subset[T]":
-        """Return this rank's part of a data set: :func:`lockstep.loop.shard` over the session's group."""
+    @overload
+    def shard(  # type: ignore[overload-overlap]
+        self, dataset: "IterableDataset[T] | Iterator[T]"
+    ) -> "IterableDataset[T]": ...
+    @overload
+    def shard(self, dataset: "Dataset[T]") -> "Subset[T]": ...
+    def shard(self, dataset: Any) -> Any:
+        """Return this rank's part of a data set or stream: :func:`lockstep.loop.shard` over the session's group."""
         return loop.shard(dataset, self.group)
 
     @property
