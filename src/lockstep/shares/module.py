@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from math import nan
 from typing import Any
-from weakref import proxy
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -94,9 +94,13 @@ class ShareModule:
         self._expected_precision: str | None = None
         self._spare = SpareMemory()
         self._look()
-        here: Any = proxy(self)
+        # Another thread may tell the watch of a step when this is gone already.
+        link = ref(self)
         self.drift = DriftWatch(
-            lambda: here._members.parameters, lambda: here._members, collectives, compares=compares_values
+            lambda: [] if (here := link()) is None else here._members.parameters,
+            lambda: None if (here := link()) is None else here._members,
+            collectives,
+            compares=compares_values,
         )
         """Compares what optimizers leave."""
         self._knows_steps = False
