@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,12 @@ from harness import arguments, ratio
 from torch import nn
 
 from lockstep._base.optimizer_steps import stop_observing
+from lockstep.distributed.comm.record import Field, Fold, Record
 from lockstep.distributed.reduction.module.drift import DriftWatch
-from lockstep.distributed.reduction.report.status import Status, encode
+
+BITS = Record(
+    Field("numbers", 64, Fold.SAME, attrgetter("numbers")), Field("values", 64, Fold.SAME, attrgetter("values"))
+)
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -62,7 +67,7 @@ def measure(make: Any, steps: int) -> tuple[float, float, float, float]:
         watch.step_begins(optimizer, False)
         watch.step_ended(optimizer, False)
         told = watch.tell(number + 1, known=True)
-        encode(Status(number + 1, called=1, numbers=told.numbers, values=told.values), 0)
+        BITS.encode(told, 0)
         watch.heard(False)
         watch.round = number + 1
         if number > 2:  # the first look is at everything

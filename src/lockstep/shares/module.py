@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from math import nan
-from typing import Any
 from weakref import ref
 
 import torch

@@ -54,6 +54,25 @@ class Told(NamedTuple):
     values: int = 0
 
 
+class _Steps:
+    """What is known of an optimizer that steps the module's parameters, and of its step under way."""
+
+    __slots__ = ("before", "begun", "inside", "known", "optimizer", "table")
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = ref(optimizer)
+        self.known: Known | None = None
+        """Its numbers, as they were read last."""
+        self.table: Table | None = None
+        """The module's parameters when it was seen last that it has some of them."""
+        self.begun: int | None = None
+        """The round in which its step has begun; None if none is under way. A step that fails never ends."""
+        self.before = 0
+        """How many steps had ended before, since the last round."""
+        self.inside = 0
+        """How many steps of its own have begun inside, as there are hooks around each ``step`` of its classes."""
+
+
 class DriftWatch:
     """Watches one module on one rank; an observer of optimizer steps."""
 
@@ -77,17 +96,14 @@ class DriftWatch:
         self._version = version
         self._collectives = collectives
         self._table: Table | None = None
-        self._known: IdentityMap[Known] = IdentityMap()
-        # Steps under way: the round, how many had ended before, and how many of the same optimizer have begun inside,
-        # since a class whose step calls its base class's may have hooks around both. A step that fails never ends.
-        self._begun: IdentityMap[tuple[int, int, int]] = IdentityMap()
-        self._ended: dict[int, tuple[ref[Optimizer], Known]] = {}  # steps since the last round, by the optimizer's id
+        self._optimizers: IdentityMap[_Steps] = IdentityMap()
+        self._ended: dict[int, tuple[_Steps, Known]] = {}  # steps since the last round, by the optimizer's id
         self._looks: dict[int, Look] = {}  # by round
         self._late = 0  # rounds by which digests of values are told later than in the next one, alike on all ranks
         self._told = Told()
         self._told_look: Look | None = None
         self._is_under_way = False  # what it was to tell has not arrived on the host
-        self._told_steps: list[tuple[ref[Optimizer], Known]] = []
+        self._told_steps: list[tuple[_Steps, Known]] = []
         self._number = 0  # of the round in which it told that
         self._is_first = True  # until all values have been compared after a step
         self._alike: dict[int, int] = {-1: 0}  # the last round after which each slice (-1: all) was alike
@@ -117,41 +133,52 @@ class DriftWatch:
 
     def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Note that an optimizer begins a step; there may be rounds in it, and steps of other optimizers."""
-        if self.compares and has_any(optimizer, self.table.ids):
-            outer = self._begun.get(optimizer)
-            if outer is not None and outer[0] == self.round:
-                self._begun[optimizer] = *outer[:2], outer[2] + 1
-            else:
-                self._begun[optimizer] = self.round, len(self._ended), 0
+        if not self.compares:
+            return
+        steps, table = self._optimizers.get(optimizer), self.table
+        if steps is None or steps.table is not table:
+            if not has_any(optimizer, table.ids):
+                return
+            if steps is None:
+                steps = self._optimizers[optimizer] = _Steps(optimizer)
+            steps.table = table
+        if steps.begun == self.round:
+            steps.inside += 1
+        else:
+            steps.begun, steps.before, steps.inside = self.round, len(self._ended), 0
 
     def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Look at the numbers of an optimizer that has made a step, and at what is due of its values.
 
         A step that another optimizer has made inside of it does not count: it may be one of a part of the parameters.
         """
-        begun = self._begun.get(optimizer)
-        if begun is None:
+        steps = self._optimizers.get(optimizer)
+        if steps is None or steps.begun is None:
             return
-        if begun[2]:
-            self._begun[optimizer] = *begun[:2], begun[2] - 1
-        else:
-            self._begun.discard(optimizer)
         round_, ended = self.round, self._ended
-        before = begun[1] if begun[0] == round_ else 0
-        for inner in list(ended)[before:] if len(ended) > before else ():
-            del ended[inner]
-        known = self._known.get(optimizer)
+        before = steps.before if steps.begun == round_ else 0
+        if steps.inside:
+            steps.inside -= 1
+        else:
+            steps.begun = None
+        if len(ended) > before:
+            for inner in list(ended)[before:]:
+                del ended[inner]
+        known = steps.known
         if known is None or not self._is_as_before(known, optimizer):
-            known = self._known[optimizer] = self._read(optimizer)
+            known = steps.known = self._read(optimizer)
+            if not known.numbers.groups:  # it has none of the module's parameters any more
+                self._optimizers.discard(optimizer)
+                return
         ended.pop(id(optimizer), None)
-        ended[id(optimizer)] = ref(optimizer), known
+        ended[id(optimizer)] = steps, known
         look = self._looks.get(round_)
         if look is None:
             if not (self._is_first or self.table.due(round_)):
                 return
             look = self._looks[round_] = Look(self.table, round_, self._is_first)
         if look.concerns(optimizer) and not is_captured(self.table):
-            optimizers = [each for link, _ in ended.values() if (each := link()) is not None]
+            optimizers = [each for some, _ in ended.values() if (each := some.optimizer()) is not None]
             own = {id(each) for group in optimizer.param_groups for each in group["params"]}
             tensors = [each for _, other in ended.values() for each in other.tensors]
             look.take(optimizers, own, tensors, state=not self.has_local_steps)
@@ -238,7 +265,7 @@ class DriftWatch:
         """Return the parameters, and with ``state`` what optimizers keep of them, with their names."""
         table = self.table
         named = [(f"parameter {name}", tensor) for name, tensor in zip(table.names, table.tensors, strict=True)]
-        for optimizer in self._known if state else ():
+        for optimizer in self._optimizers if state else ():
             for name, parameter in zip(table.names, table.tensors, strict=True):
                 kept = comparable_state(optimizer, parameter)
                 named += [(f"{key} of parameter {name} in {type(optimizer).__name__}", each) for key, each in kept]
