@@ -215,6 +215,7 @@ def _main(
     faulthandler.dump_traceback_later(timeout, exit=True)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")  # as in pyproject.toml
+    warnings.filterwarnings("ignore", message="rank .* each rank trains its own")
     warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0")
     torch.manual_seed(0)
     random.seed(0)

@@ -3,7 +3,6 @@
 import copy
 import warnings
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +10,6 @@ from torch import nn
 import lockstep
 from processes import be_launched, run_processes
 from small_modules import one_weight
-from threaded import run_ranks
 
 
 class Margin(nn.Module):
@@ -159,21 +157,25 @@ def test_a_session_in_which_no_backward_synchronises():
         assert stepped.startswith(f"rank {rank}: 10 steps of SGD, and no backward has synchronised gradients, so each")
 
 
+def alone(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_beside(Program(rank.group))
+
+
 def test_a_process_alone_is_told_nothing():
-    def call(rank):
+    run_processes(1, alone)
+
+
+def hooks_after(rank, steps):
+    """Whether hooks are on the loss's weights after each number of steps."""
+    found = []
+    for number in steps:
         program = Program(rank.group)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            loss_beside(program)
-
-    run_ranks(1, call)
+        program.train(program.both, before_step=lambda: dist.all_reduce(torch.ones(1), group=rank.group), steps=number)
+        found.append(bool(program.loss.centres._post_accumulate_grad_hooks))
+    return found
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_hooks_are_gone_when_nothing_is_left_to_find_out(steps):
-    def call(rank):
-        program = Program(rank.group)
-        program.train(program.both, before_step=lambda: dist.all_reduce(torch.ones(1), group=rank.group), steps=steps)
-        assert bool(program.loss.centres._post_accumulate_grad_hooks) == (steps == 1)
-
-    run_ranks(2, call)
+def test_hooks_are_gone_when_nothing_is_left_to_find_out():
+    assert run_processes(2, hooks_after, [1, 2]) == [[True, False]] * 2

@@ -106,11 +106,11 @@ def test_nothing_is_sent_but_lengths_at_the_start_and_who_ends_where_lengths_are
 
 
 class Stream(IterableDataset):
-    def __init__(self, n):
-        self.n = n
+    def __init__(self, n, first=0.0):
+        self.n, self.first = n, first
 
     def __iter__(self):
-        return iter(torch.arange(float(self.n)).view(-1, 1))
+        return iter(self.first + torch.arange(float(self.n)).view(-1, 1))
 
     def __len__(self):
         return 100  # not what it gives
@@ -119,7 +119,8 @@ class Stream(IterableDataset):
 def from_loaders(rank):
     model = lockstep.replicate(one_weight(), process_group=rank.group)
     seen = []
-    for dataset in (Stream(3 + 2 * rank.rank), TensorDataset(torch.arange(3.0 + 2 * rank.rank).view(-1, 1))):
+    rows = torch.arange(3.0 + 2 * rank.rank).view(-1, 1) + 10 * rank.rank
+    for dataset in (Stream(3 + 2 * rank.rank, 10 * rank.rank), TensorDataset(rows)):
         turns = lockstep.batches(DataLoader(dataset, 2), model)
         seen.append(0)
         for batch in turns:

@@ -730,7 +730,7 @@ def test_leaving_ends_the_wait_of_another_thread(connect):
         with pytest.raises(TimeoutError):
             waiting.result(0.05)
         a.leave()
-        assert "rank 10: this process has ended the shm process group" in waiting.result(10)
+        assert "rank 10: this process has ended the process group" in waiting.result(10)
 
 
 def test_what_a_rank_sees_when_it_looks_up_ends_its_wait(connect):

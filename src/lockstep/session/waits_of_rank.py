@@ -219,7 +219,7 @@ def _our_wait(ident: int, waiting: Waiting, groups: Mapping[int, _Known]) -> Wai
     call = waiting.call
     known = groups[id(call.group)]
     needed = known.ranks if call.needed is None else tuple(known.ranks[rank] for rank in call.needed)
-    in_words = call.what + state_of(call.group).in_loop
+    in_words = call.in_words + state_of(call.group).in_loop
     what = f"{in_words} ({call.kind}, collective {call.number} of lockstep on process group {known.name})"
     return Wait(known.library_key, call.number, call.kind, needed, True, what, place_of(own_stack(ident)))
 
@@ -241,7 +241,7 @@ def _wait_on_device(blocked: _Blocked, known: _Known) -> Wait:
     if begun.last_on_device is not None and begun.last_on_device[1] == number_on(known.group):
         call = begun.last_on_device[0]
         kind = f"{call.kind}, after {blocked.number} of the program"  # others run in another order, or never end
-        what = f"{call.what} ({kind}, collective {call.number} of lockstep {group}"
+        what = f"{call.in_words} ({kind}, collective {call.number} of lockstep {group}"
         return Wait(known.key_on_device, begun.on_device, kind, known.ranks, True, what, place)
     what = f"a collective of the program (number {blocked.number} of its own {group}"
     return Wait(known.key, blocked.number, "", known.ranks, True, what, place)

@@ -88,7 +88,7 @@ class Pending:
                 if watcher is None:
                     work.wait(_GROUPS_OWN_TIMEOUT)
                 else:
-                    with watcher.waiting(self.call.what), waits.Waiting(self.call):
+                    with watcher.waiting(self.call.in_words), waits.Waiting(self.call):
                         self._owner.wait_watched(work, watcher, self._in_slices)
         except PeerFailure:
             raise
@@ -495,13 +495,14 @@ class Collectives:
         """Begin a collective; ``needed`` are the ranks without which it cannot end, or None for all."""
         if self._state.is_inherited or self._state.session_ended:
             self.check_alive()
-        what = waits.name_of_call(what)
         try:
             work = collective(*args, **options)
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error) from error
         if work is None:
-            raise CommunicationError(f"{what}: this process is not in the process group it was given")
+            raise CommunicationError(
+                f"{waits.name_of_call(what)}: this process is not in the process group it was given"
+            )
         call = waits.Call(self.group, self._state.begun.add(), collective.__name__ + sender.of_what, what, needed)
         if sender.of_what:
             self._state.begun.note_on_device(call, number_on(self.group) if watchers else None)
@@ -514,7 +515,7 @@ class Collectives:
 
     def failure(self, what: str, error: BaseException) -> CommunicationError | PeerFailure:
         """Return the error to raise for an exception of a collective."""
-        watcher = self.watcher
+        watcher, what = self.watcher, waits.name_of_call(what)
         if isinstance(error, AgreementError):
             return self._difference(what, error, watcher)
         if watcher is not None and not isinstance(error, OptionError):

@@ -70,6 +70,11 @@ class Call(NamedTuple):
     needed: Sequence[int] | None = None
     """The ranks of the group without which it cannot end; None: all."""
 
+    @property
+    def in_words(self) -> str:
+        """The call of the program that has begun it."""
+        return name_of_call(self.what)
+
 
 @dataclass(slots=True)
 class Waiting:

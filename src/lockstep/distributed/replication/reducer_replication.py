@@ -145,7 +145,7 @@ class ReducerReplication(Replication):
 
     def _agree_late(self, reducer: Reducer, contents: Contents) -> None:
         lines, numbers = self._describe(contents, reducer.collectives)
-        rows = check_same_on_all_ranks(lines, reducer.collectives, numbers)
+        rows = check_same_on_all_ranks(lines, reducer.collectives, numbers, what="replicate()")
         reducer.common.modules.register(reducer, *_Numbering.agreed(rows))
 
     def retire(self) -> None:
