@@ -1,4 +1,4 @@
-"""``batches()``, ``shard()``: the same number of iterations on ranks with unequal numbers of batches.
+"""``batches()``: the same number of iterations on ranks with unequal numbers of batches.
 
 A rank that has run out repeats its last batch until all ranks have run out. Its program does the same as the others:
 forward, backward, the steps of the optimizer and the scheduler, and collectives of its own. So replicas stay equal. (An
@@ -66,7 +66,7 @@ def batches(
     differ, another all-gather tell which ranks have a first batch, and the loop must synchronise in some backward pass.
 
     Warns of a ``DataLoader`` that gives all ranks the same first batch, as soon as the next loop begins (without a
-    length, at once), and of :func:`shard` together with a ``DistributedSampler``.
+    length, at once), and of :func:`lockstep.loop.shard` together with a ``DistributedSampler``.
 
     Raises:
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
