@@ -153,6 +153,13 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
         assert lockstep.resume("~/ck").values == {"value": 1}
 
 
+def test_a_folder_that_is_there_may_have_the_name_of_a_file(tmp_path):
+    folder = tmp_path / "earlier.pt"
+    folder.mkdir()
+    lockstep.save(folder, value=1)
+    assert lockstep.resume(folder).values == {"value": 1}
+
+
 def test_a_question_may_stand_in_a_condition_without_being_called():
     with lockstep.session(alone=True) as run:
         for question in (lockstep.should_stop, lockstep.loop.skipped):

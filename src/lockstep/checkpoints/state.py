@@ -179,9 +179,10 @@ def check_target(entry: Entry, saved: str) -> None:
 
 
 def folder_named(path: "str | os.PathLike[str]", caller: str) -> Path:
-    """Return the folder of checkpoints that a program names, ``~`` expanded; raise :class:`OptionError` for a file."""
+    """Return the folder of checkpoints that a program names, ``~`` expanded; raise :class:`OptionError` for the name of
+    a file, unless a folder has it already."""
     folder = Path(path).expanduser()
-    if folder.suffix in (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".safetensors"):
+    if folder.suffix in (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".safetensors") and not folder.is_dir():
         raise OptionError(
             f"{caller}: the path is a folder, in which each checkpoint is a folder; got the name of a file, "
             f"{os.fspath(path)!r}. Write {str(folder.with_suffix(''))!r}"
