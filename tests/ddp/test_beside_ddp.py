@@ -58,6 +58,7 @@ def run_cases(rank: Any, names: list[str]) -> dict[str, dict[str, Any]]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore" if implementation == "torch" else "error")
                 warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0")
+                warnings.filterwarnings("ignore", message="rank .* each rank trains its own")  # the whole batch
                 results.setdefault(name, {})[implementation] = CASES[name](rank, implementation)
     return results
 
@@ -576,6 +577,7 @@ def steps_without_the_last_synchronisation(rank, implementation):
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="rank .* each rank trains its own")  # under PyTorch's class
         for _ in range(3):
             with wrapper.no_sync():
                 wrapper(x_of(rank)).sum().backward()
@@ -931,6 +933,6 @@ def test_a_batch_that_one_rank_leaves_out(of):
     assert "the same backward passes" not in first[2]
 
     (first, _), _ = ours
-    assert "round 3 failed" in first[-1]
+    assert "backward() failed" in first[-1]
     assert "did not run the same backward passes (one batch less" in first[-1]
     assert [weighted for _, weighted in ours] == [[1.0, 2.0, 3.0]] * 2

@@ -94,8 +94,8 @@ for x in run.batches([torch.ones(1, 2)] * 4):
     ("what", "status", "told"),
     [
         ("raise ValueError('of rank 1')", 1, "rank 1 failed at step 3, in training: ValueError: of rank 1"),
-        ("break", 0, f"rank 1 {UNCLOSED} after step 3: {BEGUN}; it may have failed, which its own output tells"),
-        ("sys.exit(3)", 3, f"rank 1 {UNCLOSED} after step 3: {BEGUN}; it may have failed, which its own output tells"),
+        ("break", 0, f"rank 1 {UNCLOSED}, after step 3: {BEGUN}; it may have failed, which its own output tells"),
+        ("sys.exit(3)", 3, f"rank 1 {UNCLOSED}, after step 3: {BEGUN}; it may have failed, which its own output tells"),
     ],
 )
 def test_a_program_that_ends_is_told_of_as_it_does(what, status, told):
