@@ -11,6 +11,7 @@ import gc
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from pathlib import Path
 import torch
 
 Call = Callable[[], object]
+
+# Of plain steps, which are timed beside replicated ones.
+warnings.filterwarnings("ignore", message="rank .* each rank trains its own")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ def launch(function: Callable[..., Any], *args: object, world: int = 2) -> list[
 
 def _rank(rank: int, function: Callable[..., Any], args: tuple[object, ...], world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    # Of the plain step, which is timed beside the replicated one.
-    warnings.filterwarnings("ignore", message="rank .* each rank trains its own")
     loopback()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     gc.freeze()
