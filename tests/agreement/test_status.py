@@ -278,7 +278,7 @@ def test_gathered_statuses_are_those_that_were_written():
         for weight in (*WEIGHTS, *ODD_WEIGHTS)
         if not math.isnan(weight)
     ]
-    gathered = b"".join(bytes(STATUSES.pack(status).tolist()) for status in statuses)
+    gathered = torch.cat([STATUSES.pack(status) for status in statuses])
     assert STATUSES.unpack(gathered) == statuses
 
 

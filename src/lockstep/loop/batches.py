@@ -61,9 +61,10 @@ def batches(
         group: The ranks; the default group if None.
         padding: A batch for a rank that has no batch at all.
 
-    Communicates one all-reduce when called, an all-gather if lengths differ, and nothing later. A loader without a
-    length (``IterableDataset``) is read one batch ahead. If any rank has such a loader, another all-reduce and, if they
-    differ, another all-gather tell which ranks have a first batch, and the loop must synchronise in some backward pass.
+    Communicates one all-reduce when called, an all-gather if lengths differ (or first batches did, in the loop before,
+    of a ``DataLoader``), and nothing later. A loader without a length (``IterableDataset``) is read one batch ahead.
+    If any rank has such a loader, another all-reduce and, if they differ, another all-gather tell which ranks have a
+    first batch, and the loop must synchronise in some backward pass.
 
     Warns of a ``DataLoader`` that gives all ranks the same first batch, as soon as the next loop begins (without a
     length, at once), and of :func:`lockstep.loop.shard` together with a ``DistributedSampler``.

@@ -61,7 +61,7 @@ class Head(NamedTuple):
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """Return the heads of the rows of all ranks."""
-        return _HEADS.unpack(bytes(rows[:, :HEAD_BYTES].flatten().tolist()))
+        return _HEADS.unpack(rows[:, :HEAD_BYTES])
 
 
 _HEADS: Packing[Any] = Packing(Head)

@@ -10,6 +10,7 @@ they are gathered.
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from ctypes import string_at
 from enum import Enum, auto
 from operator import mul
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
@@ -141,7 +142,7 @@ class Packing(Generic[R]):
     not negative, and have 64 bits."""
 
     def __init__(self, kind: type[R]) -> None:
-        self._kind: Any = kind
+        self._read = _reader(kind)
         self._struct = struct.Struct(f"<{''.join(_codes(kind))}")
         self.size = self._struct.size
         """The number of bytes."""
@@ -150,9 +151,11 @@ class Packing(Generic[R]):
         """Return a record as bytes."""
         return torch.frombuffer(bytearray(self._struct.pack(*_numbers(record))), dtype=torch.uint8)
 
-    def unpack(self, packed: bytes) -> list[R]:
-        """Return the records in bytes that follow each other, of all ranks."""
-        return [_built(self._kind, iter(each)) for each in self._struct.iter_unpack(packed)]
+    def unpack(self, packed: Tensor) -> list[R]:
+        """Return the records of all ranks from their bytes, which lie one after the other, on the CPU."""
+        packed = packed.contiguous()
+        data = string_at(packed.data_ptr(), packed.nbytes)
+        return [self._read(iter(each)) for each in self._struct.iter_unpack(data)]
 
 
 def _codes(kind: Any) -> Iterator[str]:
@@ -166,8 +169,8 @@ def _numbers(record: Iterable[Any]) -> Iterator[Any]:
         yield from _numbers(each) if isinstance(each, tuple) else (each,)
 
 
-def _built(kind: Any, numbers: Iterator[Any]) -> Any:
-    hints = get_type_hints(kind)
-    return kind._make(
-        _built(hints[name], numbers) if issubclass(hints[name], tuple) else next(numbers) for name in kind._fields
-    )
+def _reader(kind: Any) -> Callable[[Iterator[Any]], Any]:
+    """Return a function that takes a record's numbers from an iterator, and builds it."""
+    hints = get_type_hints(kind)  # once: it takes longer than to read a record
+    parts = [_reader(hints[name]) if issubclass(hints[name], tuple) else next for name in kind._fields]
+    return lambda numbers: kind._make(part(numbers) for part in parts)

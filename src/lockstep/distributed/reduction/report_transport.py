@@ -101,4 +101,4 @@ class GatheredStatuses:
     def wait(self) -> list[Status]:
         """Return the status of each rank."""
         self._pending.wait()
-        return STATUSES.unpack(bytes(self._all.tolist()))
+        return STATUSES.unpack(self._all.cpu())

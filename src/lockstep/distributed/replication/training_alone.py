@@ -59,7 +59,7 @@ class _Steps:
         if not self._reached:
             return False
         self.is_over = True
-        return self._at_reach == self.collectives.program_begun()
+        return self._at_reach is not None and self._at_reach == self.collectives.program_begun()
 
     def communicates(self) -> bool:
         """Return True if this process has begun a collective since the first step."""

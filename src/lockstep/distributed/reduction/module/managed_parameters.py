@@ -182,7 +182,7 @@ def claim(parameters: Iterable[Parameter], owner: Owner) -> None:
     with _lock:
         for number in [number for number, known in _owners.items() if known() is None]:
             del _owners[number]
-        earlier = {_owners.get(id(parameter)) for parameter in parameters}
+        earlier = [_owners.get(id(parameter)) for parameter in parameters]  # a set would ask a dead one for its hash
         _owners.update(dict.fromkeys(map(id, parameters), ref(owner)))
     for loser in [link() for link in earlier if link is not None]:
         if loser is not None and loser is not owner:

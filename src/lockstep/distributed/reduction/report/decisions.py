@@ -278,11 +278,6 @@ class Decisions:
         return self.innermost.batch.failed
 
     @property
-    def may_be_padding(self) -> bool:
-        """True if some rank may contribute nothing to the current round; the same on all ranks."""
-        return any(map(_may_be_padding, self._loops))
-
-    @property
     def active(self) -> list[int] | None:
         """The group ranks that have a batch in all loops; None if all have. The same on all ranks after each report."""
         if not any(map(_may_be_padding, self._loops)):
