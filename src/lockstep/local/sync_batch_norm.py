@@ -49,6 +49,11 @@ class SyncBatchNorm(_BatchNorm):
     outermost one. In a checkpointed segment of a replica it is an error
     (:class:`~lockstep.errors.NotReplicableError`); around the whole DataParallel, and on ranks, it is right.
 
+    Gradients of a rank's loss reach the rows of the others, as with :func:`lockstep.loop.gather_rows`, before weights
+    are known. So ranks with different numbers of rows do not use ``accumulate(weight=...)``, whose gradients would be
+    wrong before this layer. They divide the sum of their losses by the rows of all ranks, times the number of ranks:
+    ``loss_sum * W / lockstep.loop.total(rows)``.
+
     Args:
         args, kwargs: Those of ``torch.nn.BatchNorm1d``.
         process_group: The ranks; the default group if None, and this process alone if there is none.
