@@ -246,6 +246,20 @@ def test_a_checkpointed_segment(reentrant):
 # -------------------------------------------------------------------------------------------------- failures
 
 
+def test_sums_of_losses_with_weights_have_the_gradients_of_one_process():
+    def work(rank):
+        own = [slice(0, 5), slice(5, 8)][rank.rank]
+        model = ranks_model(rank.make(network), rank)
+        with lockstep.accumulate(model, weight=own.stop - own.start):
+            model(images((5, 3))[own]).square().sum().backward()
+        return gradients(model)
+
+    plain = network()
+    plain(images((5, 3))).square().mean().backward()
+    for found in run_ranks(2, work):
+        close(found, gradients(plain))
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -49,10 +49,8 @@ class SyncBatchNorm(_BatchNorm):
     outermost one. In a checkpointed segment of a replica it is an error
     (:class:`~lockstep.errors.NotReplicableError`); around the whole DataParallel, and on ranks, it is right.
 
-    Gradients of a rank's loss reach the rows of the others, as with :func:`lockstep.loop.gather_rows`, before weights
-    are known. So ranks with different numbers of rows do not use ``accumulate(weight=...)``, whose gradients would be
-    wrong before this layer. They divide the sum of their losses by the rows of all ranks, times the number of ranks:
-    ``loss_sum * W / lockstep.loop.total(rows)``.
+    Where ranks have different numbers of rows, ``accumulate(model, weight=rows)`` with the sum of the losses gives the
+    gradients of one process, as without this layer.
 
     Args:
         args, kwargs: Those of ``torch.nn.BatchNorm1d``.
