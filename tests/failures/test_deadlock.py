@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -123,10 +125,14 @@ def test_what_is_told():
         "  rank 1 has waited for 1.0 s in all_reduce() 2 of b, without rank 0\n"
         "Call all_reduce() on every rank, as often and in the same order: not under `if run.is_main`, nor under any "
         "other condition that differs between ranks (`run.agree(flag)` makes it the same). If one rank has a batch "
-        "more or less, loop over `run.batches(loader)`"
+        "more or less, loop over `run.batches(loader)`; if it leaves out a batch that fails, put "
+        "`lockstep.loop.skip_on(ValueError)` around the batch in place of `try`, and all ranks leave it out"
     )
-    reports = {0: Report((Wait("a", 1, "mean", (0, 1), what="mean()", place="line 8 of train.py"),), {"a": 1}, 1.26)}
-    assert describe([0], reports) == "  rank 0 has waited for 1.3 s in mean(), called from line 8 of train.py"
+    report = Report((Wait("a", 1, "mean", (0, 1), what="mean()", place="line 8 of train.py"),), {"a": 1}, 1.26)
+    assert describe([0], {0: report}) == "  rank 0 has waited for 1.3 s in mean(), called from line 8 of train.py"
+    later = replace(report, steps="after step 5")
+    assert describe([0], {0: later}).startswith("  rank 0, after step 5, has waited for 1.3 s in mean()")
+    assert Report.of_fields(json.loads(json.dumps(later.fields()))) == later
 
 
 def test_ranks_that_loop_over_batches_are_not_told_to():

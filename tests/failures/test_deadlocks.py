@@ -103,6 +103,16 @@ def leave_early(run):
     lockstep.loop.agree(False, run.group)
 
 
+def leave_out(run):
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    for number in range(4):
+        if run.leaves and number == 2:
+            continue  # as after an exception that the program catches
+        run.model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    lockstep.check_in_sync(run.model)
+
+
 AGREEMENTS = {
     "two agreements": (
         lambda run: lockstep.check_in_sync(run.model),
@@ -121,6 +131,15 @@ AGREEMENTS = {
             "rank 0 in backward(), in its loop over batches(), called",
             "rank 1 in agree(), after it has left its loop over batches() after 3 of 6 batches, called",
             "ask `if run.agree(flag): break` on every rank",
+        ],
+    ),
+    "a batch that one rank leaves out": (
+        leave_out,
+        leave_out,
+        [
+            "rank 0 in backward(), after step 3, called",
+            "rank 1 in check_in_sync(), after step 3, called",
+            "put `lockstep.loop.skip_on(ValueError)` around the batch in place of `try`",
         ],
     ),
 }

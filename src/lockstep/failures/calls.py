@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.failures.deadlock import advice
 from lockstep.failures.program_lines import place_of
+from lockstep.failures.progress import Progress
 from lockstep.failures.stacks import own_stack
 
 SECONDS = 1.0
@@ -18,7 +19,8 @@ _CALLED_FROM = ", called from "
 class Calls:
     """Exchanges which collectives ranks were in, over a failure channel."""
 
-    def __init__(self, rank: int, tell: Callable[..., object]) -> None:
+    def __init__(self, progress: Progress, rank: int, tell: Callable[..., object]) -> None:
+        self._progress = progress
         self._rank = rank
         self._tell = tell
         self._changed = threading.Condition()
@@ -31,7 +33,8 @@ class Calls:
         ranks that do not, such as those in a collective of the program.
         """
         place = place_of(own_stack(threading.get_ident()))
-        own = f"in {what}" + (f"{_CALLED_FROM}{place}" if place else "")
+        steps = self._progress.read().steps_in_words
+        own = f"in {what}" + (steps and f", {steps}") + (place and f"{_CALLED_FROM}{place}")
         self._tell("call", rank=self._rank, key=key, text=own)
         self._note(self._rank, key, own)
         until = time.monotonic() + SECONDS

@@ -106,7 +106,7 @@ class FailureChannel:
         self.on("reach", self.hosts.asked)
         self.on("reached", self.hosts.answered)
         self.on("gone", lambda message: self._note_gone(message["rank"]))
-        self._calls = Calls(self.rank, self.tell)
+        self._calls = Calls(self.progress, self.rank, self.tell)
         self.on("call", self._calls.hear)
         self._tries_links = threading.Lock()
         self._silent_peers = SilentPeers()

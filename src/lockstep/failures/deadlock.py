@@ -48,12 +48,14 @@ class Report:
     """For how long it has waited."""
     has_left: bool = False
     """True if it will launch nothing more."""
+    steps: str = ""
+    """How many steps its optimizer has made, in words; empty if they are not counted."""
 
     @classmethod
     def of_fields(cls, fields: dict[str, Any]) -> "Report":
         """Rebuild a report from its fields as JSON has them."""
         waits = tuple(Wait(**{**each, "needed": tuple(each["needed"])}) for each in fields["waits"])
-        return cls(waits, dict(fields["launched"]), fields["seconds"], fields["has_left"])
+        return cls(waits, dict(fields["launched"]), fields["seconds"], fields["has_left"], fields["steps"])
 
     def fields(self) -> dict[str, Any]:
         """Return the report as JSON can have it."""
@@ -133,11 +135,14 @@ def advice(collectives: Iterable[str]) -> str:
     without_loops = (text.replace(IN_LOOP, "").replace(LEFT_LOOP, "") for text in texts)
     calls = sorted(set(re.findall(r"\b\w+\(\)", "\n".join(without_loops))))
     in_loop = any(IN_LOOP in text or LEFT_LOOP in text for text in texts)
-    by_batches = "" if in_loop else ". If one rank has a batch more or less, loop over `run.batches(loader)`"
+    by_batches = (
+        ". If one rank has a batch more or less, loop over `run.batches(loader)`; if it leaves out a batch that fails, "
+        "put `lockstep.loop.skip_on(ValueError)` around the batch in place of `try`, and all ranks leave it out"
+    )
     return (
         f"Call {' and '.join(calls) or 'each collective'} on every rank, as often and in the same order: not under "
         "`if run.is_main`, nor under any other condition that differs between ranks (`run.agree(flag)` makes it the "
-        f"same){by_batches}"
+        f"same){'' if in_loop else by_batches}"
     )
 
 
@@ -148,5 +153,6 @@ def _waits_of(rank: int, reports: Mapping[int, Report]) -> list[str]:
         lacks = missing(wait, rank, reports)
         to_come = f", without {ranks_in_words(lacks)}" if lacks else ""
         at = f", called from {wait.place}" if wait.place else ""
-        lines.append(f"rank {rank} has waited for {report.seconds:.1f} s in {wait.what}{to_come}{at}")
+        who = f"rank {rank}{report.steps and f', {report.steps},'}"
+        lines.append(f"{who} has waited for {report.seconds:.1f} s in {wait.what}{to_come}{at}")
     return lines

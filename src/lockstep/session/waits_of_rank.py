@@ -137,7 +137,8 @@ class WaitsOfRank:
                 self._state = state
             if state is None:
                 return self._number, Report()
-            return self._number, Report(tuple(waiting), launched, time.monotonic() - max(waiting.values()))
+            seconds, steps = time.monotonic() - max(waiting.values()), self._channel.progress.read().steps_in_words
+            return self._number, Report(tuple(waiting), launched, seconds, steps=steps)
 
     def launched(self) -> dict[str, int]:
         """Return what this rank has launched, when it launches nothing more."""
