@@ -415,7 +415,7 @@ def test_a_step_on_gradients_that_are_not_synchronised_is_told_at_once(step):
     assert len(messages) == 2
     for rank, message in enumerate(messages):
         assert message.startswith(f"rank {rank}: SGD.step() uses the gradient of parameter weight of this rank alone")
-        assert "must not be under no_sync() or set_requires_gradient_sync(False)" in message
+        assert "must not be under no_sync(), accumulate(last=False) or set_requires_gradient_sync(False)" in message
     assert len(warned([False, True, False], step)) == 4
 
 

@@ -94,7 +94,7 @@ def test_without_a_group_the_wrapper_refuses_and_a_replicated_module_refuses_whe
     with pytest.raises(CommunicationError, match="Default process group has not been initialized"):
         lockstep.DistributedDataParallel(nn.Linear(1, 1))
     model = lockstep.replicate(nn.Linear(1, 1))
-    message = "used before there is a process group; call torch.distributed.init_process_group"
+    message = "used before there is a process group; put the training into `with lockstep.session"
     with pytest.raises(CommunicationError, match=message):
         model(torch.ones(1, 1))
     with pytest.raises(CommunicationError, match=message), lockstep.accumulate(model, weight=1):

@@ -96,7 +96,8 @@ def summary_of(verdict):
             [through(TRAINING), through(EVALUATION)],
             0,
             "on rank 0 it went through the module's forward in training mode, on rank 1 through the module's forward "
-            "in evaluation mode",
+            f"in evaluation mode. {NOT_HANDED_OUT}. If one rank has evaluated the module, call model.train() there "
+            "after it. ",
         ),
         (
             [through(TRAINING | EVALUATION), through(OTHERWISE)],

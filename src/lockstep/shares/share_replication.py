@@ -56,8 +56,9 @@ class ShareReplication(Replication):
         group = resolve_group(self.options.group)
         if group is None:
             raise CommunicationError(
-                "a module that is replicated with shares was used before there is a process group; call "
-                "torch.distributed.init_process_group() first, also for one process, or pass process_group"
+                "a module that is replicated with shares was used before there is a process group; put the training "
+                "into `with lockstep.session():`, or call torch.distributed.init_process_group() first, also for one "
+                "process, or pass process_group"
             )
         check_shares(self._shares, group.size(), "replicate()")
 

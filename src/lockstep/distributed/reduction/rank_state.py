@@ -188,7 +188,7 @@ class RankState:
             warnings.warn(
                 f"rank {self._global_rank}: {type(optimizer).__name__}.step() uses the gradient of parameter {name} "
                 "of this rank alone, so the replicas drift apart. The last backward before optimizer.step() must not "
-                "be under no_sync() or set_requires_gradient_sync(False)",
+                "be under no_sync(), accumulate(last=False) or set_requires_gradient_sync(False)",
                 stacklevel=6,
             )
 

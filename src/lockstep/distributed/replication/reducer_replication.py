@@ -87,8 +87,8 @@ class ReducerReplication(Replication):
     def _check_group(self) -> None:
         if resolve_group(self.options.group) is None:
             raise CommunicationError(
-                "a replicated module was used before there is a process group; call "
-                "torch.distributed.init_process_group() first, or pass process_group"
+                "a replicated module was used before there is a process group; put the training into `with "
+                "lockstep.session():`, or call torch.distributed.init_process_group() first, or pass process_group"
             )
 
     def _describe(self, contents: Contents, collectives: Collectives) -> tuple[list[Line], list[int]]:

@@ -235,9 +235,11 @@ def _in_other_passes(said: _Said) -> str:
     if found is None:
         return ""
     one, other, difference = found
+    in_both_modes = all(f"in {mode} mode" in difference for mode in _MODES.values())
+    train = "If one rank has evaluated the module, call model.train() there after it. " if in_both_modes else ""
     return (
         f"rank {said.me}: ranks {one} and {other} are not in the same backward pass (number "
-        f"{said.own.round} that synchronises): {difference}. {NOT_HANDED_OUT}. Let every rank "
+        f"{said.own.round} that synchronises): {difference}. {NOT_HANDED_OUT}. {train}Let every rank "
         "run the same backward passes; put one that is for one rank alone under no_sync(), or take its "
         "gradients with torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
     )
