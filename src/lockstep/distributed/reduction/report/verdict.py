@@ -213,7 +213,9 @@ def _at_other_batches(said: _Said) -> str:
     return (
         f"rank {said.me}: rank {said.ranks[other]} is {distance} this rank in the batches of its loop, in round "
         f"{said.own.round}: a rank has gone on with its next batch without a backward that synchronises for the last "
-        "one (an error that it has caught, `continue`), and gradients of different batches would be mixed. "
+        "one (an error that it has caught, `continue`, an accumulate(last=) that is True at another batch: the length "
+        "of lockstep.batches() is the same on all ranks, that of a loader is not), and gradients of different batches "
+        "would be mixed. "
         f"{NOT_HANDED_OUT}. Let the rank that leaves out a batch call skip_batch(), and all iterate "
         "over lockstep.batches(); if a batch has several backwards, put each into a skip_on() of its own"
     )
