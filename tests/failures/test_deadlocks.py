@@ -36,7 +36,12 @@ CALLS = {
 }
 OF_THE_PROGRAM = ("all_reduce", "barrier", "the end")
 OURS = [call for call in CALLS if call not in OF_THE_PROGRAM]
-SAID = {"accumulate": "backward()", "backward": "backward()", "check_in_sync": "check_in_sync()"}
+SAID = {
+    "accumulate": "backward()",
+    "backward": "backward()",
+    "check_in_sync": "check_in_sync()",
+    "step": "optimizer.step()",
+}
 """What the message says of a call, if it is not its name."""
 
 

@@ -43,19 +43,41 @@ class BegunCollectives:
         self.last_on_device = call, number
 
 
-_OF_BACKWARD = (
-    "bucket ",
-    "report, round",
-    "late gradients",
-    "order of gradients",
-    "which modules",
-    "whether each rank",
-)
+_CALLS = {
+    "backward()": (
+        "bucket ",
+        "means, bucket ",
+        "numbers of rows, bucket ",
+        "report, round",
+        "small buffers",
+        "buffers",
+        "late gradients",
+        "order of gradients",
+        "which modules",
+        "whether each rank",
+        "partial sums",
+        "sums",
+        "modules of a step",
+        "the end of a step with shares",
+    ),
+    "optimizer.step()": (
+        "step of a sharded optimizer",
+        "weights, ",
+        "weights from before ",
+        "marks of weights",
+        "error of a sharded step",
+        "digests of gradients",
+        "what ranks step with",
+    ),
+    "mean_over_ranks()": ("mean of tensors",),
+    "gather_rows()": ("rows of all ranks, ", "gradients of rows of all ranks, "),
+}
+"""The calls of programs whose collectives are not called as they are, and how the names of these begin."""
 
 
 def name_of_call(what: str) -> str:
-    """Return the call of the program that begins a collective, as messages name it: backward() has many of them."""
-    return "backward()" if what.startswith(_OF_BACKWARD) else what
+    """Return the call of the program that begins a collective, as messages name it."""
+    return next((call for call, names in _CALLS.items() if what.startswith(names)), what)
 
 
 class Call(NamedTuple):
