@@ -199,8 +199,9 @@ def _add_bench(subparsers: Any) -> None:
 
 
 _STACKS = """
-Print the progress of each rank of a run, and the Python stacks of its process, even in an endless loop, a deadlock, a
-collective, or a call that never returns. The processes go on undisturbed. Without a target, list the runs on this host.
+Print a line for each rank of a run, first the rank for which others wait, and where each is in the program's own code,
+even in an endless loop, a deadlock, a collective, or a call that never returns. The processes go on undisturbed.
+Without a target, list the runs on this host.
 """
 
 
@@ -211,6 +212,9 @@ def _add_stacks(subparsers: Any) -> None:
     parser.add_argument("target", nargs="?", help="the process id of a rank on this host, or the name of a run")
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="seconds to wait for each process (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="show all threads, and frames of libraries too, not the program's own alone"
     )
 
 

@@ -49,13 +49,27 @@ def test_this_process_is_shown_with_rank_step_and_phase(capsys):
             code, out, err = shown(capsys, os.getpid())
     assert (code, err) == (0, "")
     out = re.sub(r"\d+\.\d s\b", "T s", out)
-    assert f"run letters, rank 1 of 4, process {os.getpid()}\n  after step 12, in backward, for T s; running" in out
-    assert "waiting for all_reduce, bucket 3, for T s" in out
+    head, _, frames = out.partition("\n")
+    assert head.startswith(
+        f"run letters, rank 1 of 4 (process {os.getpid()}), after step 12, in backward, waits for other ranks in "
+        "all_reduce, bucket 3, for T s: line "
+    )
+    assert "of " + __file__ in head
+    assert "rank 1, the program's own frames, innermost last:" in frames
+    assert "in test_this_process_is_shown_with_rank_step_and_phase" in frames
+    assert "_pytest" not in frames
+    assert "All threads, and the frames of libraries: --all" in frames
+
+
+def test_all_threads_and_frames_of_libraries_are_shown_if_asked_for(capsys):
+    with in_a_session("letters", 1, 4):
+        code, out, err = shown(capsys, os.getpid(), "--all")
+    assert (code, err) == (0, "")
     assert "(rank 1 trains here), innermost frame last:" in out
     marked = [line for line in out.splitlines() if line.startswith(">")]
     assert len(marked) == 2  # one frame: where it is, and the line of code
     assert "in shown" in marked[0]
-    assert "in test_this_process_is_shown_with_rank_step_and_phase" in out
+    assert "_pytest" in out
 
 
 def ranks_that_wait(rank, run):
@@ -80,14 +94,32 @@ def test_all_processes_of_a_run_are_shown_and_those_that_cannot_show_their_stack
     run = f"run of {os.getpid()}"
     outcome = run_processes(3, ranks_that_wait, run, errors=True)[0]
     assert outcome.result == 1
-    one = outcome.stderr.index(f"run {run}, rank 0 of 3")
-    two = outcome.stderr.index(f"run {run}, rank 1 of 3")
-    three = outcome.stderr.index(f"run {run}, rank 2 of 3")
-    assert "in ranks_that_wait" in outcome.stderr[one:two]
-    assert "time.sleep(1000)" in outcome.stderr[two:three]
-    assert "after step 7, in start-up, for" in outcome.stderr[three:]
-    assert "no stacks: process" in outcome.stderr[three:]
-    assert "is stopped" in outcome.stderr[three:]
+    lines = outcome.stderr.splitlines()
+    found = [next(line for line in lines if line.startswith(f"run {run}, rank {rank} of 3")) for rank in range(3)]
+    assert "after step 7, in start-up, for" in found[0]
+    assert "time.sleep(1000)" in found[1]
+    assert "is stopped" in found[2]
+    assert "rank 1, the program's own frames, innermost last:" in lines
+
+
+def one_sleeps(rank, run):
+    """Rank 1 waits for nobody, the others for it; rank 0 looks at the run."""
+    pids = [int(each) for each in rank.gather(torch.tensor([os.getpid()]))]
+    with in_a_session(run, rank.rank, rank.world) as progress:
+        with progress.waiting("backward()") if rank.rank != 1 else contextlib.nullcontext():
+            rank.gather(torch.zeros(1))
+            if rank.rank:
+                time.sleep(1000)
+            main(["stacks", run, "--seconds", "60"])
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_the_rank_that_others_wait_for_comes_first():
+    run = f"run of {os.getpid()} that waits"
+    lines = run_processes(3, one_sleeps, run, errors=True)[0].stderr.splitlines()
+    heads = [line.partition(" of 3")[0] for line in lines if line.startswith(f"run {run}")]
+    assert heads == [f"run {run}, rank {rank}" for rank in (1, 0, 2)]
 
 
 OWN = f"letters of {os.getpid()}"  # other processes of the tests have runs, too

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
-from lockstep.failures.program_lines import program_frame
+from lockstep.failures.program_lines import is_of_program, place_of, program_frame
 from lockstep.failures.progress import Snapshot, pages_of
 from lockstep.failures.stacks import Stacks, Thread, ask
 
@@ -24,45 +24,73 @@ class RunningRank:
     snapshot: Snapshot
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A process with the ranks in it, as it was looked at."""
+
+    ranks: list[RunningRank]
+    stacks: Stacks | None
+    """None if it could not show them."""
+    problem: str = ""
+    """Why it could not."""
+
+    @property
+    def waits(self) -> bool:
+        """True if it is known to wait for other ranks."""
+        return self.stacks is not None and all(rank.snapshot.waits_for for rank in self.ranks)
+
+
 def run(options: argparse.Namespace) -> int:
     """Print the requested information; return 1 if a process could not show its stacks."""
     if options.target is None:
         print(overview())
         return 0
     ranks = ranks_of_process(int(options.target)) if options.target.isdecimal() else ranks_of_run(options.target)
-    failed = 0
-    for pid, of_process in groupby(ranks, key=lambda rank: rank.pid):
-        failed += not _show(pid, list(of_process), options.seconds)
-    return min(failed, 1)
+    seen = [_look(pid, list(of_process), options.seconds) for pid, of_process in groupby(ranks, lambda rank: rank.pid)]
+    seen.sort(key=lambda each: each.waits)  # whom the others wait for comes first
+    for each in seen:
+        print("\n".join(_heading(each)))
+    for each in seen:
+        if each.stacks is not None:
+            print("\n".join(_stacks(each.ranks, each.stacks, options.all)))
+    if not options.all:
+        print("\nAll threads, and the frames of libraries: --all", flush=True)
+    return int(any(each.stacks is None for each in seen))
 
 
-def _show(pid: int, ranks: list[RunningRank], seconds: float) -> bool:
-    for rank in ranks:
-        print("\n".join(_heading(rank)))
+def _look(pid: int, ranks: list[RunningRank], seconds: float) -> _Seen:
     try:
-        stacks = ask(pid, seconds)
+        return _Seen(ranks, ask(pid, seconds))
     except InspectionError as error:
-        sys.stdout.flush()
-        print(f"  no stacks: {error}\n", file=sys.stderr, flush=True)
-        return False
-    print("\n".join(_stacks(stacks, {rank.snapshot.thread: rank.snapshot.rank for rank in ranks})) + "\n", flush=True)
-    return True
+        return _Seen(ranks, None, str(error))
 
 
-def _heading(rank: RunningRank) -> Iterator[str]:
-    seen, now = rank.snapshot, time.monotonic()
-    yield f"run {seen.run}, rank {seen.rank} of {seen.world}, process {rank.pid}"
-    yield f"  {seen.where}, for {_duration(now - seen.changed)}; running for {_duration(now - seen.started)}"
-    if seen.waits_for:
-        yield f"  waiting for {seen.waits_for}, for {_duration(now - seen.waits_since)}"
+def _heading(seen: _Seen) -> Iterator[str]:
+    """Yield a line for each rank: since when it is where."""
+    for rank in seen.ranks:
+        page, now = rank.snapshot, time.monotonic()
+        since = page.waits_since if page.waits_for else page.changed
+        waits = f", waits for other ranks in {page.waits_for}" if page.waits_for else ""
+        thread = None if seen.stacks is None else seen.stacks.of(page.thread)
+        at = place_of(thread) or seen.problem or "no line of the program"
+        of_run = f"run {page.run}, rank {page.rank} of {page.world} (process {rank.pid})"
+        yield f"{of_run}, {page.where}{waits}, for {_duration(now - since)}: {at}"
 
 
-def _stacks(stacks: Stacks, training: dict[int, int]) -> Iterator[str]:
-    """Yield the lines of the stacks, beginning with the threads that train."""
+def _stacks(ranks: list[RunningRank], stacks: Stacks, everything: bool) -> Iterator[str]:
+    """Yield the lines of the stacks, beginning with the threads that train: the program's own frames, or
+    ``everything``."""
+    training = {rank.snapshot.thread: rank.snapshot.rank for rank in ranks}
     for thread in sorted(stacks.threads, key=lambda thread: thread.ident not in training):
-        what = f"rank {training[thread.ident]} trains here" if thread.ident in training else thread.name
-        yield f"\n  thread {thread.ident:#x}{f' ({what})' if what else ''}, innermost frame last:"
-        yield from _frames(thread)
+        trains = f"rank {training[thread.ident]}" if thread.ident in training else ""
+        if everything:
+            what = f"{trains} trains here" if trains else thread.name
+            yield f"\nprocess {ranks[0].pid}, thread {thread.ident:#x}{what and f' ({what})'}, innermost frame last:"
+            yield from _frames(thread)
+        elif own := [frame for frame in thread.frames if is_of_program(frame.file)]:
+            which = trains or f"thread {thread.ident:#x} of process {ranks[0].pid}"
+            yield f"\n{which}, the program's own frames, innermost last:"
+            yield from map(str, own)
 
 
 def _frames(thread: Thread) -> Iterator[str]:
