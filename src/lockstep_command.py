@@ -26,12 +26,20 @@ _REMOVED = {
 }
 """Subcommands of earlier versions, and what to do instead."""
 
+_SECONDS = {"bench": (15, 3), "doctor": (10, 1)}
+"""The seconds that a subcommand which measures takes to start, and for each of its rounds; said before PyTorch, which
+takes seconds itself, is imported."""
+
 
 def main() -> int:
     """Parse the arguments, import the command and run it; until that is imported, Ctrl-C leaves no traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else Ctrl-C is ignored, as after nohup
         signal.signal(signal.SIGINT, _end)
     options = parse()
+    if options.command in _SECONDS and "RANK" not in os.environ and not getattr(options, "no_timing", False):
+        start, each = _SECONDS[options.command]
+        seconds = start + each * options.rounds
+        print(f"lockstep: measuring takes about {seconds} s, on two cores and with small models", file=sys.stderr)
     from lockstep.cli.main import run_command
 
     if signal.getsignal(signal.SIGINT) is _end:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -136,6 +137,15 @@ def test_a_long_measurement_says_how_far_it_is(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err.splitlines()
     assert re.match(r"lockstep: measuring in one process, starting \(\d+ s\)", told[0])
     assert re.match(r"lockstep: measuring in one process, round 3 of 4 \(\d+ s\)", told[-1])
+
+
+@pytest.mark.parametrize(("command", "seconds"), [(["bench", "--rounds", "2"], 21), (["doctor"], 15)])
+def test_how_long_it_takes_is_said_before_pytorch_is_imported(command, seconds):
+    started = subprocess.Popen([sys.executable, "-m", "lockstep", *command], stderr=subprocess.PIPE, text=True)
+    with started:
+        told = started.stderr.readline()
+        started.kill()
+    assert told.startswith(f"lockstep: measuring takes about {seconds} s")
 
 
 def test_a_command_that_is_interrupted_says_so_and_nothing_else(monkeypatch, capsys):
