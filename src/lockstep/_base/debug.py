@@ -1,14 +1,17 @@
 """One logger for each room of the library, and ``LOCKSTEP_DEBUG``, which prints what some rooms do to stderr.
 
-``LOCKSTEP_DEBUG=rounds,failures`` turns printing on, and nothing else: no result depends on it. docs/logging.md is for
-users.
+``LOCKSTEP_DEBUG=rounds,failures`` turns printing on, and keeps the library's frames in tracebacks of its errors: no result
+depends on it. docs/logging.md is for users.
 """
 
 import logging
 import os
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
 
 from lockstep._base.arguments import did_you_mean
-from lockstep.errors import OptionError
+from lockstep.errors import LockstepError, OptionError
 from lockstep.phases import printed_rooms
 
 ROOMS = {
@@ -46,3 +49,31 @@ def print_rooms(names: str) -> None:
         log_of(room).setLevel(logging.DEBUG)
         log_of(room).addHandler(handler)
         printed.add(room)
+
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+
+
+def leave_out_own_frames(error: BaseException | None) -> None:
+    """Take the frames of this library out of the tracebacks of its own errors: of ``error``, and of those behind it.
+
+    Users find their own line above the sentence that says what is wrong. With ``LOCKSTEP_DEBUG`` all frames stay.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen and not printed:
+        seen.add(id(error))
+        if isinstance(error, LockstepError):
+            error.__traceback__ = _without_own(error.__traceback__)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _without_own(traceback: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    for outer, inner in pairwise([*kept, None]):
+        if outer is not None:
+            outer.tb_next = inner
+    return kept[0] if kept else None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from lockstep import loop
+from lockstep._base.debug import leave_out_own_frames
 from lockstep._base.seeds import derive_seed
 from lockstep._base.wrapper import naming_options
 from lockstep.checkpoints import Resumed
@@ -465,7 +466,12 @@ class session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         assert self._session is not None
-        self._session.end(error)
+        try:
+            self._session.end(error)
+        except BaseException as told:
+            leave_out_own_frames(told)
+            raise
+        leave_out_own_frames(error)
 
 
 def seed_this_rank(seed: int, rank: int) -> None:
