@@ -77,6 +77,7 @@ def test_the_rank_is_named_whose_error_it_is_and_not_one_that_waited_for_it(tmp_
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "lockstep: rank 1 failed with exit status 1"
+    assert "[rank 1] ValueError: no data\n" in done.stderr  # and not "[rank 1] [rank1]: "
 
 
 FIRST = {

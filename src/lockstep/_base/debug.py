@@ -1,7 +1,7 @@
 """One logger for each room of the library, and ``LOCKSTEP_DEBUG``, which prints what some rooms do to stderr.
 
-``LOCKSTEP_DEBUG=rounds,failures`` turns printing on, and keeps the library's frames in tracebacks of its errors: no result
-depends on it. docs/logging.md is for users.
+``LOCKSTEP_DEBUG=rounds,failures`` turns printing on, and keeps the library's frames in tracebacks of its errors: no
+result depends on it. docs/logging.md is for users.
 """
 
 import logging
@@ -9,6 +9,8 @@ import os
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
+
+import torch
 
 from lockstep._base.arguments import did_you_mean
 from lockstep.errors import LockstepError, OptionError
@@ -52,10 +54,12 @@ def print_rooms(names: str) -> None:
 
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 def leave_out_own_frames(error: BaseException | None) -> None:
-    """Take the frames of this library out of the tracebacks of its own errors: of ``error``, and of those behind it.
+    """Take the frames of this library, and those of PyTorch that lead to it, out of the tracebacks of its own errors:
+    of ``error``, and of those behind it.
 
     Users find their own line above the sentence that says what is wrong. With ``LOCKSTEP_DEBUG`` all frames stay.
     """
@@ -73,6 +77,8 @@ def _without_own(traceback: TracebackType | None) -> TracebackType | None:
         if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
             kept.append(traceback)
         traceback = traceback.tb_next
+    while len(kept) > 1 and kept[-1].tb_frame.f_code.co_filename.startswith(_TORCH):
+        kept.pop()
     for outer, inner in pairwise([*kept, None]):
         if outer is not None:
             outer.tb_next = inner

@@ -5,9 +5,11 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import io
 import json
 import logging
 import os
+import re
 import runpy
 import signal
 import sys
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep._base.arguments import check_backend
+from lockstep._base.debug import leave_out_own_frames
 from lockstep.cli.doctor import usable_cores
 from lockstep.errors import OptionError
 from lockstep.failures.failure import follows_from_another
@@ -94,7 +97,8 @@ def _run_here(options: argparse.Namespace) -> int:
     except Exception as error:
         _note_failure(error, 1)
         error.__traceback__ = _of_the_program(error, file)
-        sys.excepthook(type(error), error, error.__traceback__)
+        leave_out_own_frames(error)
+        _print(error)
         return 1
     finally:
         if options.backend and dist.is_initialized():
@@ -148,6 +152,15 @@ def _of_the_program(error: BaseException, program: str) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename != program:
         traceback = traceback.tb_next
     return traceback or error.__traceback__
+
+
+def _print(error: Exception) -> None:
+    """Print an error as the hook of the program or of PyTorch does, without PyTorch's ``[rank1]: `` before each line:
+    the launcher's prefix says it."""
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stderr.write(re.sub(r"^\[rank\d+\]: ?", "", written.getvalue(), flags=re.MULTILINE))
 
 
 def _launch(options: argparse.Namespace, ranks: int) -> int:
