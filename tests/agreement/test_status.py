@@ -17,8 +17,8 @@ from lockstep.distributed.reduction.report.status import (
     STATUSES,
     UNKNOWN_STEPS,
     Part,
-    Report,
     ReportLayout,
+    RoundReport,
     Status,
     Sums,
     sums_of,
@@ -83,7 +83,7 @@ def test_who_uses_what(dtype, world):
     ]:
         report, _ = exchange(dtype, [(used, [], Status(0, through=1)) for used in said])
 
-        assert report == Report(expected)  # no status is decoded where all say the same
+        assert report == RoundReport(expected)  # no status is decoded where all say the same
 
 
 @every_dtype
@@ -92,16 +92,16 @@ def test_late_gradients_of_any_rank_are_known_to_all(dtype, world):
     said = [([1, 1, 1], [], Status())] * world
     said[-1] = ([1, 1, 1], [2, 0], Status())
     report, _ = exchange(dtype, said)
-    assert report == Report(None, [0, 2], sums_of([Status()] * world))
+    assert report == RoundReport(None, [0, 2], sums_of([Status()] * world))
 
     report, _ = exchange(dtype, [([1, 1, 1], [1], Status())] * world)
-    assert report == Report(None, [1], sums_of([Status()] * world))
+    assert report == RoundReport(None, [1], sums_of([Status()] * world))
 
 
 def test_a_module_without_parameters_has_a_report_too():
     report, _ = exchange(torch.float32, [([], [], Status(4))] * 2, parameters=0)
 
-    assert report == Report(None)
+    assert report == RoundReport(None)
 
 
 # ---------------------------------------------------------------------------------- status
@@ -139,7 +139,7 @@ def test_parts_and_flags_are_counted(dtype):
     random.Random(0).shuffle(statuses)
     report, _ = exchange(dtype, [([0, 0, 0], [], status) for status in statuses])
 
-    assert report == Report([False] * 3, (), counted(statuses))
+    assert report == RoundReport([False] * 3, (), counted(statuses))
 
 
 @every_dtype
@@ -192,7 +192,7 @@ def test_ranks_that_tell_no_digest_differ_from_nobody_and_are_counted(dtype):
     for silent in (usual._replace(numbers=0), usual._replace(values=0)):
         statuses = [usual, silent, usual]
         report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
-        assert report == Report(None) if silent.values else report.sums == counted(statuses)
+        assert report == RoundReport(None) if silent.values else report.sums == counted(statuses)
 
 
 def test_ranks_without_a_pass_or_a_number_of_steps_differ_from_nobody():
@@ -202,7 +202,9 @@ def test_ranks_without_a_pass_or_a_number_of_steps_differ_from_nobody():
 
 
 def test_how_many_forwards_backward_went_through_may_differ():
-    assert exchange(torch.float32, [([1] * 3, [], Status(9, called=1, through=n)) for n in (1, 7)])[0] == Report(None)
+    assert exchange(torch.float32, [([1] * 3, [], Status(9, called=1, through=n)) for n in (1, 7)])[0] == RoundReport(
+        None
+    )
 
 
 @every_dtype
@@ -212,7 +214,7 @@ def test_ranks_that_say_the_same_are_all_heard_if_it_has_consequences(dtype, wor
     for changes in [*({"part": part} for part in Part), *({flag: True} for flag in FLAGS)]:
         status = usual._replace(**changes)
         report, _ = exchange(dtype, [([1, 1, 1], [], status)] * world)
-        assert report == Report(None, (), None if status == usual else counted([status] * world))
+        assert report == RoundReport(None, (), None if status == usual else counted([status] * world))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -255,7 +257,7 @@ def test_a_row_that_is_not_summed_is_that_of_one_rank(dtype, status):
     layout.write(row, bytearray([1, 0, 1]), [], status)
 
     sums = counted([status]) if status == SOMETHING_ELSE else None
-    assert layout.read(row) == Report([True, False, True], (), sums)
+    assert layout.read(row) == RoundReport([True, False, True], (), sums)
 
 
 def test_gathered_statuses_are_those_that_were_written():
@@ -298,7 +300,7 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
 
     assert torch.equal(row[layout.packed_buffers], load)
     assert layout.packed_buffers.stop == layout.numel == len(row)
-    assert report == Report([False, True, False], [2], counted([status] * world))
+    assert report == RoundReport([False, True, False], [2], counted([status] * world))
 
 
 def test_writing_clears_what_the_row_held():
@@ -328,17 +330,17 @@ def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
 
     some = [True, False, True]
     for number in range(1, 4):
-        assert told(usual(number), usual(number)) == Report(None)
+        assert told(usual(number), usual(number)) == RoundReport(None)
     for number in range(4, 6):
-        assert told(usual(number, [1, 0, 1]), usual(number, [1, 0, 1])) == Report(some)
-    assert told(usual(6, [1, 0, 1]), usual(6, [0, 0, 1])) == Report(some)
+        assert told(usual(number, [1, 0, 1]), usual(number, [1, 0, 1])) == RoundReport(some)
+    assert told(usual(6, [1, 0, 1]), usual(6, [0, 0, 1])) == RoundReport(some)
     assert told(usual(7), usual(8)).sums.differ
-    assert told(usual(9), usual(9)) == Report(None)
+    assert told(usual(9), usual(9)) == RoundReport(None)
     assert told(usual(10), ([1, 1, 1], [2], usual(10)[2])).late == [2]
     assert told(usual(11), usual(11, part=Part.FAILED)).sums.failed == 1
     weighted = usual(12, weighted=True, weight=0.5)
     assert told(weighted, weighted).sums.weight == 1.0
-    assert told(usual(13), usual(13)) == Report(None)
+    assert told(usual(13), usual(13)) == RoundReport(None)
     assert told(usual(14), usual(14, unused_forwards=1)).sums.differ
-    assert told(usual(15, steps=1), usual(15, steps=1)) == Report(None)
+    assert told(usual(15, steps=1), usual(15, steps=1)) == RoundReport(None)
     assert told(usual(16, steps=1), usual(16, steps=0)).sums.differ

@@ -11,7 +11,7 @@ from lockstep.distributed.reduction.report.status import (
     UNKNOWN_STEPS,
     Called,
     Part,
-    Report,
+    RoundReport,
     Status,
     sums_of,
 )
@@ -41,7 +41,7 @@ def through(called, forwards=1, unused_forwards=0, **fields):
 
 def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=()):
     """Return the verdict on statuses that have been gathered; where none has to be named, the sums give the same."""
-    report = Report(used, late, sums_of(statuses), statuses)
+    report = RoundReport(used, late, sums_of(statuses), statuses)
     others = ranks or range(len(statuses)), divisor or len(statuses)
     verdict = judge(report, rank, *others)
     if not report.sums.name_ranks:
@@ -253,7 +253,7 @@ def test_a_failure_is_told_to_the_loop_whatever_else_is_wrong():
 
 def test_a_rank_that_has_failed_and_left_is_named():
     def error_of(*statuses):
-        return judge(Report(None, (), sums_of(statuses)), 0, [4, 5, 6], 3.0).error.message
+        return judge(RoundReport(None, (), sums_of(statuses)), 0, [4, 5, 6], 3.0).error.message
 
     assert error_of(USUAL, USUAL, FAILED).startswith("rank 4: backward failed on rank 6; the error there says why. ")
     assert error_of(USUAL, FAILED, FAILED).startswith("rank 4: backward failed on 2 ranks; the error there")
@@ -266,8 +266,8 @@ def test_means_are_over_the_ranks_that_sums_are_divided_by():
 
 
 def test_ranks_that_say_the_same_as_ever():
-    assert judge(Report([True, False]), 1, range(2), 2.0) == Verdict(used=[True, False], is_usual=True)
-    assert judge(Report(None), 1, range(2), 2.0).uses(7)
+    assert judge(RoundReport([True, False]), 1, range(2), 2.0) == Verdict(used=[True, False], is_usual=True)
+    assert judge(RoundReport(None), 1, range(2), 2.0).uses(7)
     assert not verdict_of(USUAL, USUAL).is_usual
 
 

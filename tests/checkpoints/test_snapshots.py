@@ -18,7 +18,7 @@ from lockstep.checkpoints.layout import MARKER, UNFINISHED, list_saved
 from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.resuming import Resuming
-from lockstep.checkpoints.snapshots import Pace, _Snapshot
+from lockstep.checkpoints.snapshots import SnapshotPace, _Snapshot
 from lockstep.errors import AgreementError, CheckpointError, OptionError
 from threaded import run_ranks
 
@@ -235,14 +235,14 @@ def paced(clock, pace, steps, seconds, at_most=0.02):
 
 def test_snapshots_take_the_share_of_the_time_that_they_may():
     clock = Clock()
-    taken = paced(clock, Pace(clock), 1000, 0.0029)
+    taken = paced(clock, SnapshotPace(clock), 1000, 0.0029)
     assert taken[:4] == [2, 30, 45, 60]  # the first two calls show what a step takes; the second one waits for two
     assert 0.9 < 0.0029 * len(taken) / (0.02 * clock.now) <= 1.0
 
 
 def test_a_pause_does_not_make_snapshots_more_frequent():
     clock = Clock()
-    pace = Pace(clock)
+    pace = SnapshotPace(clock)
     paced(clock, pace, 100, 0.0029)
     clock.now += 60  # an evaluation
     assert len(paced(clock, pace, 100, 0.0029)) <= 8  # one more than before, since the pause looks like a slow step
@@ -250,13 +250,13 @@ def test_a_pause_does_not_make_snapshots_more_frequent():
 
 def test_snapshots_that_become_slower_come_later():
     clock = Clock()
-    pace = Pace(clock)
+    pace = SnapshotPace(clock)
     paced(clock, pace, 100, 0.0029)
     assert len(paced(clock, pace, 100, 0.029)) == 1
 
 
 def test_every_counts_calls():
-    pace = Pace()
+    pace = SnapshotPace()
     assert [call for call in range(1, 10) if pace.is_due(3, 0.02)] == [3, 6, 9]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from deadlock_programs import run_to_the_end, some_program
 from lockstep._base.texts import IN_LOOP, LEFT_LOOP
-from lockstep.failures.deadlock import Report, Wait, advice, could_be_stuck, describe, explain, stuck
+from lockstep.failures.deadlock import Wait, WaitReport, advice, could_be_stuck, describe, explain, stuck
 
 
 def wait(group, number, *needed, kind="all_reduce", exact=True):
@@ -18,7 +18,7 @@ def wait(group, number, *needed, kind="all_reduce", exact=True):
 
 
 def rank(*waits, left=False, **launched):
-    return Report(waits, launched, 1.0, left)
+    return WaitReport(waits, launched, 1.0, left)
 
 
 BOTH = (0, 1)
@@ -94,7 +94,7 @@ CASES = {
 def test_stuck_are(reports, expected):
     assert stuck(reports) == expected
     assert all(could_be_stuck(each, reports) for each in expected)
-    sent = {each: Report.of_fields(report.fields()) for each, report in reports.items()}
+    sent = {each: WaitReport.of_fields(report.fields()) for each, report in reports.items()}
     assert sent == reports
 
 
@@ -128,11 +128,11 @@ def test_what_is_told():
         "more or less, loop over `run.batches(loader)`; if it leaves out a batch that fails, put "
         "`lockstep.loop.skip_on(ValueError)` around the batch in place of `try`, and all ranks leave it out"
     )
-    report = Report((Wait("a", 1, "mean", (0, 1), what="mean()", place="line 8 of train.py"),), {"a": 1}, 1.26)
+    report = WaitReport((Wait("a", 1, "mean", (0, 1), what="mean()", place="line 8 of train.py"),), {"a": 1}, 1.26)
     assert describe([0], {0: report}) == "  rank 0 has waited for 1.3 s in mean(), called from line 8 of train.py"
     later = replace(report, steps="after step 5")
     assert describe([0], {0: later}).startswith("  rank 0, after step 5, has waited for 1.3 s in mean()")
-    assert Report.of_fields(json.loads(json.dumps(later.fields()))) == later
+    assert WaitReport.of_fields(json.loads(json.dumps(later.fields()))) == later
 
 
 def test_ranks_that_loop_over_batches_are_not_told_to():

@@ -16,8 +16,8 @@ from lockstep.failures.progress import Progress
 from lockstep.failures.stacks import Frame, Thread, own_stack
 from lockstep.failures.stall import (
     FIRST_STEPS,
-    Answer,
     Deadline,
+    StallAnswer,
     StallLimits,
     absent,
     collective_of,
@@ -28,8 +28,8 @@ from lockstep.failures.stall import (
 )
 
 TORCH = torch.__path__[0]
-WAITS = Answer(0, 100, step=7, phase="backward", idle=61, waits_for="all_reduce, bucket 0", begun=20)
-BUSY = Answer(1, 101, step=7, phase="data", idle=61, begun=20)
+WAITS = StallAnswer(0, 100, step=7, phase="backward", idle=61, waits_for="all_reduce, bucket 0", begun=20)
+BUSY = StallAnswer(1, 101, step=7, phase="data", idle=61, begun=20)
 
 
 def answer(rank, **changes):
@@ -107,7 +107,7 @@ def test_the_rank_that_others_have_waited_for_in_vain_is(answers, rank):
 
 
 def test_what_is_told_of_a_rank_that_nobody_can_ask():
-    found = Answer(2, 102, answers=False)
+    found = StallAnswer(2, 102, answers=False)
     failure = waited_in_vain(found, [WAITS, found], 0, "CommunicationError: timed out")
     assert (failure.kind, failure.rank, failure.step) == (Kind.STALLED, 2, None)
     assert failure.summary == (

@@ -15,7 +15,7 @@ from lockstep.distributed.reduction.buckets.plan import (
     FIRST_CAP_BYTES,
     MIB,
     SINGLE_BYTES,
-    Kind,
+    BucketKind,
     ReductionPlan,
     plan_reduction,
 )
@@ -61,7 +61,7 @@ def test_gradients_fill_buckets_of_successive_sizes(sizes, caps, expected):
     plan = plan_reduction(specs(*sizes), range(len(sizes)), caps)
 
     assert indices(plan) == expected
-    assert {bucket.kind for bucket in plan.buckets} <= {Kind.FLAT}
+    assert {bucket.kind for bucket in plan.buckets} <= {BucketKind.FLAT}
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
@@ -86,19 +86,24 @@ def test_by_default_the_first_bucket_is_small_and_large_gradients_travel_alone()
     assert (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES, SINGLE_BYTES) == (MIB, 25 * MIB, 4 * MIB)
     # The bucket with the 4 MiB less a little leaves last: it has the last gradient.
     assert indices(plan) == [[0, 1], list(range(2, 52)), [60], [*range(52, 60), 61]]
-    assert [bucket.kind for bucket in plan.buckets] == [Kind.FLAT, Kind.FLAT, Kind.SINGLE, Kind.FLAT]
+    assert [bucket.kind for bucket in plan.buckets] == [
+        BucketKind.FLAT,
+        BucketKind.FLAT,
+        BucketKind.SINGLE,
+        BucketKind.FLAT,
+    ]
 
 
-@pytest.mark.parametrize(("size", "kind"), [(60, Kind.FLAT), (64, Kind.SINGLE), (68, Kind.SINGLE)])
+@pytest.mark.parametrize(("size", "kind"), [(60, BucketKind.FLAT), (64, BucketKind.SINGLE), (68, BucketKind.SINGLE)])
 def test_from_some_size_on_a_gradient_travels_alone_whatever_the_cap(size, kind):
     plan = plan_reduction(specs(4, size, 4), range(3), [MIB], single_bytes=64)
 
     assert {i: bucket.kind for bucket in plan.buckets for i in bucket.indices} == {
-        0: Kind.FLAT,
+        0: BucketKind.FLAT,
         1: kind,
-        2: Kind.FLAT,
+        2: BucketKind.FLAT,
     }
-    assert indices(plan) == ([[1], [0, 2]] if kind is Kind.SINGLE else [[0, 1, 2]])
+    assert indices(plan) == ([[1], [0, 2]] if kind is BucketKind.SINGLE else [[0, 1, 2]])
 
 
 def test_dtypes_and_devices_do_not_mix_and_a_bucket_comes_when_its_last_gradient_does():
@@ -130,7 +135,12 @@ def test_sparse_gradients_have_a_bucket_each_at_the_end_but_for_the_carrier():
     plan = plan_reduction(specs(4, 4, 4, 4, 4), [1, 0, 2, 3, 4], [8], sparse={1, 3})
 
     assert indices(plan) == [[0, 2], [1], [3], [4]]
-    assert [bucket.kind for bucket in plan.buckets] == [Kind.FLAT, Kind.SPARSE, Kind.SPARSE, Kind.FLAT]
+    assert [bucket.kind for bucket in plan.buckets] == [
+        BucketKind.FLAT,
+        BucketKind.SPARSE,
+        BucketKind.SPARSE,
+        BucketKind.FLAT,
+    ]
     assert indices(plan_reduction(specs(4, 4), range(2), sparse={0, 1}, single_bytes=4)) == [[0], [1]]
 
 
@@ -171,11 +181,11 @@ def test_on_an_accelerator_only_gradients_of_a_buckets_size_travel_alone():
     on_gpu = [spec(size, name=f"p{i}", device="cuda:0") for i, size in enumerate(sizes)]
     plan = plan_reduction(on_gpu, range(5))
     kinds = {bucket.indices: bucket.kind for bucket in plan.buckets}
-    assert kinds == {(0,): Kind.FLAT, (1,): Kind.SINGLE, (2, 3, 4): Kind.FLAT}
+    assert kinds == {(0,): BucketKind.FLAT, (1,): BucketKind.SINGLE, (2, 3, 4): BucketKind.FLAT}
 
     plan = plan_reduction(on_gpu, range(5), [30 * MIB])
     assert indices(plan) == [[0], [1], [2, 3, 4]]
-    assert {bucket.kind for bucket in plan.buckets} == {Kind.FLAT}
+    assert {bucket.kind for bucket in plan.buckets} == {BucketKind.FLAT}
 
 
 # ------------------------------------------------------------------------------------ the layout
@@ -283,14 +293,16 @@ def test_every_plan_has_each_gradient_once_and_keeps_the_promises_above(case):
         assert list(bucket.indices) == sorted(bucket.indices, key=order.index)
         if len(members) > 1:
             assert sum(m.nbytes for m in members) <= max(caps)
-        if bucket.kind is not Kind.FLAT:
+        if bucket.kind is not BucketKind.FLAT:
             assert len(members) == 1
-        assert (bucket.kind is Kind.SPARSE) == (bucket.indices[0] in sparse)
-        if bucket.kind is not Kind.SPARSE:
-            assert (bucket.kind is Kind.SINGLE) == (members[0].nbytes >= alone)
+        assert (bucket.kind is BucketKind.SPARSE) == (bucket.indices[0] in sparse)
+        if bucket.kind is not BucketKind.SPARSE:
+            assert (bucket.kind is BucketKind.SINGLE) == (members[0].nbytes >= alone)
     able = [bucket.can_hold_report for bucket in plan.buckets]
     assert not any(able) or able[-1]
-    dense = [order.index(b.indices[-1]) for b in plan.buckets[: -1 if any(able) else None] if b.kind is not Kind.SPARSE]
+    dense = [
+        order.index(b.indices[-1]) for b in plan.buckets[: -1 if any(able) else None] if b.kind is not BucketKind.SPARSE
+    ]
     assert dense == sorted(dense)
     assert plan == plan_reduction(listed, order, caps, sparse, alone)
     assert ReductionPlan.from_json(plan.to_json(), listed) == plan

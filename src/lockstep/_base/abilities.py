@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Place(NamedTuple):
+class PlaceOfPart(NamedTuple):
     """The place of one part of a tensor: a rank, and a part's number."""
 
     rank: int
@@ -17,8 +17,8 @@ class Place(NamedTuple):
 class Addition(NamedTuple):
     """Add the part at ``place`` to the part at ``into``."""
 
-    into: Place
-    place: Place
+    into: PlaceOfPart
+    place: PlaceOfPart
 
 
 class Chunks(Protocol):

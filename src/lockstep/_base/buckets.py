@@ -61,7 +61,7 @@ class BucketSlot:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class FlatBucket:
     """Tensors that travel as one flat tensor of ``numel`` elements."""
 
     dtype: torch.dtype
@@ -89,7 +89,7 @@ class BucketPlan:
     """The specs of all tensors, and their buckets."""
 
     specs: tuple[TensorSpec, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[FlatBucket, ...]
 
 
 def plan_buckets(specs: Iterable[TensorSpec], cap_bytes: int = DEFAULT_CAP_BYTES) -> BucketPlan:
@@ -113,7 +113,7 @@ def plan_buckets(specs: Iterable[TensorSpec], cap_bytes: int = DEFAULT_CAP_BYTES
     return BucketPlan(listed, tuple(pack_bucket(listed, group) for group in groups))
 
 
-def pack_bucket(specs: Sequence[TensorSpec], indices: Sequence[int], alignment: int = ALIGNMENT) -> Bucket:
+def pack_bucket(specs: Sequence[TensorSpec], indices: Sequence[int], alignment: int = ALIGNMENT) -> FlatBucket:
     """Return the bucket of the tensors at ``indices``, all of one dtype and device, in that order."""
     members = [specs[i] for i in indices]
     offsets = list(accumulate((_padded(spec, alignment) for spec in members), initial=0))
@@ -121,7 +121,7 @@ def pack_bucket(specs: Sequence[TensorSpec], indices: Sequence[int], alignment: 
         BucketSlot(index, offset, spec.shape, spec.stride)
         for index, spec, offset in zip(indices, members, offsets, strict=False)
     )
-    return Bucket(members[0].dtype, members[0].device, offsets[-1], slots)
+    return FlatBucket(members[0].dtype, members[0].device, offsets[-1], slots)
 
 
 def _padded(spec: TensorSpec, alignment: int = ALIGNMENT) -> int:

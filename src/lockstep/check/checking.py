@@ -13,7 +13,7 @@ from lockstep._base.seeds import keep_generators
 from lockstep.check.case import Case, build
 from lockstep.check.diagnosis import Finding, Surroundings, diagnose
 from lockstep.check.dropout import DROPOUTS
-from lockstep.check.job import AFTER_A_STEP, PRECISIONS, Job, Options, Record, Step
+from lockstep.check.job import AFTER_A_STEP, PRECISIONS, CheckOptions, CheckStep, Job, JobRecord
 from lockstep.check.measuring import Comparison, Values, changes, compare, distance, weights_of_ranks
 from lockstep.check.processes import Processes, started
 from lockstep.check.report import Report
@@ -77,7 +77,7 @@ def compare_with_one_process(
         return check(options, processes, PRECISIONS[precision] if tolerance is None else tolerance)
 
 
-def _check_sources(options: Options) -> None:
+def _check_sources(options: CheckOptions) -> None:
     """Raise :class:`OptionError` before a process starts, if the case is none, or a function is not in its file."""
     with ExitStack() as stack:
         keep_generators(stack)
@@ -91,7 +91,7 @@ def _check_sources(options: Options) -> None:
             return
 
 
-def check(options: Options, processes: Processes, tolerance: float) -> Report:
+def check(options: CheckOptions, processes: Processes, tolerance: float) -> Report:
     """Train a case in these processes, and compare."""
     one, *records = processes.run([Job(options, None), *[Job(options, rank) for rank in range(options.ranks)]])
     if one.error:
@@ -114,8 +114,8 @@ def check(options: Options, processes: Processes, tolerance: float) -> Report:
 
 
 def _one_by_step(
-    processes: Processes, options: Options, one: Record, comparisons: Sequence[Comparison], tolerance: float
-) -> Record | None:
+    processes: Processes, options: CheckOptions, one: JobRecord, comparisons: Sequence[Comparison], tolerance: float
+) -> JobRecord | None:
     """Return what one process computes by the case's step, if that is to be compared with, and not its loss.
 
     So it is if backward brings the gradient of the loss, and the step changes it afterwards, as clipping does.
@@ -132,7 +132,7 @@ def _one_by_step(
     return found if is_of_loss and is_changed else None
 
 
-def _check_trained(one: Record) -> None:
+def _check_trained(one: JobRecord) -> None:
     before, has_moved = one.weights, False
     for number, step in enumerate(one.steps):
         for name, each in ((step.gradients or {}) | step.weights).items():
@@ -189,7 +189,7 @@ def make_options(
     precision: str = "float64",
     dropout: str = "off",
     backend: str | None = None,
-) -> Options:
+) -> CheckOptions:
     """Return the options of a check, if they make sense."""
     for name, value, known in (("precision", precision, PRECISIONS), ("dropout", dropout, DROPOUTS)):
         if value not in known:
@@ -203,7 +203,7 @@ def make_options(
     if ranks < 2:
         raise OptionError(f"a check of {ranks} ranks compares nothing; expected 2 or more")
     divided: Split = parse_split(split if isinstance(split, str) else ",".join(map(str, split)), ranks)
-    return Options(
+    return CheckOptions(
         case=case if isinstance(case, Source) else source_of(case, "the case"),
         wrap=wrap if isinstance(wrap, str | Source) else source_of(wrap, "the function that wraps the model"),
         ranks=ranks,
@@ -214,7 +214,7 @@ def make_options(
     )
 
 
-def _of_failure(report: Report, records: Sequence[Record]) -> Report:
+def _of_failure(report: Report, records: Sequence[JobRecord]) -> Report:
     """Return the report for a rank that fails: that of the rank whose error does not follow from another's."""
     failed = [rank for rank, each in enumerate(records) if each.error]
     first = min(failed, key=lambda rank: (_follows(records[rank].error), rank))
@@ -228,7 +228,9 @@ def _follows(error: str) -> bool:
     return any(each in last for each in ("PeerError", "PeerFailure", "CommunicationError", "Connection closed", "gloo"))
 
 
-def _comparisons(precision: str, one: Record, records: Sequence[Record], tolerance: float) -> Iterator[Comparison]:
+def _comparisons(
+    precision: str, one: JobRecord, records: Sequence[JobRecord], tolerance: float
+) -> Iterator[Comparison]:
     yield compare("weights", None, one.weights, [each.weights for each in records], tolerance)
     yield compare("buffers", None, one.buffers, [each.buffers for each in records], tolerance)
     before = one.weights
@@ -253,7 +255,7 @@ def _later(precision: str, steps: int) -> int:
 # ------------------------------------------------------------------------------------------------ findings
 
 
-def _of_rows(one: Record, records: Sequence[Record], dropout: str) -> Iterator[Finding]:
+def _of_rows(one: JobRecord, records: Sequence[JobRecord], dropout: str) -> Iterator[Finding]:
     steps = list(zip(one.steps, *[each.steps for each in records], strict=False))
     counts = {len(each.steps) for each in (one, *records)}
     if len(counts) > 1:
@@ -287,9 +289,9 @@ def _of_rows(one: Record, records: Sequence[Record], dropout: str) -> Iterator[F
 
 def _of_tensors(
     processes: Processes,
-    options: Options,
-    one: Record,
-    records: Sequence[Record],
+    options: CheckOptions,
+    one: JobRecord,
+    records: Sequence[JobRecord],
     comparisons: list[Comparison],
     tolerance: float,
     by_step: bool,
@@ -323,7 +325,7 @@ def _of_tensors(
 
 
 def _adds_earlier(
-    wanted: Values, by_rank: Sequence[Values], records: Sequence[Record], step: int, tolerance: float
+    wanted: Values, by_rank: Sequence[Values], records: Sequence[JobRecord], step: int, tolerance: float
 ) -> bool:
     """Return True if each rank has the gradient of one process, and in addition what it had in the step before."""
     for got, record in zip(by_rank, records, strict=True):
@@ -336,7 +338,7 @@ def _adds_earlier(
     return True
 
 
-def _scaled(own: Sequence[Step], tolerance: float) -> tuple[float, ...]:
+def _scaled(own: Sequence[CheckStep], tolerance: float) -> tuple[float, ...]:
     """Return by how much each rank's program changes its gradient between backward and the step; empty if it does
     not."""
     found = []

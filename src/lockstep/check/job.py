@@ -18,7 +18,7 @@ to the largest tensor: Adam divides a gradient by its size, so what was rounding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CheckOptions:
     """How a case is checked."""
 
     case: Source
@@ -38,7 +38,7 @@ class Job:
     ``rank`` in that step. With ``by_step``, it computes whole batches by the case's step, even if there is a loss.
     """
 
-    options: Options
+    options: CheckOptions
     rank: int | None
     alone: int | None = None
     by_step: bool = False
@@ -53,7 +53,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass
-class Step:
+class CheckStep:
     """What a process has seen in one step."""
 
     rows: list[str] = field(default_factory=list)
@@ -70,13 +70,13 @@ class Step:
 
 
 @dataclass
-class Record:
+class JobRecord:
     """What a process has seen."""
 
     weights: Tensors = field(default_factory=dict)
     """Before the first step, wrapped."""
     buffers: Tensors = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CheckStep] = field(default_factory=list)
     batch_norms: list[str] = field(default_factory=list)
     """The names of layers with statistics of this process's batch."""
     has_both: bool = False

@@ -24,7 +24,7 @@ import lockstep
 from lockstep._base.tree import tree_map
 from lockstep.check.case import Case, batches_of_rank, build, make_optimizer, run_step, whole_batches
 from lockstep.check.dropout import Dropout
-from lockstep.check.job import Job, Options, Record, Step, Tensors
+from lockstep.check.job import CheckOptions, CheckStep, Job, JobRecord, Tensors
 from lockstep.check.rows import digests_of
 from lockstep.check.wrapping import WRAPS, named_inside, whole
 
@@ -60,7 +60,7 @@ def serve(folder: Path) -> None:
 _OF_WRAPS = {"fsdp2": "torch.distributed.fsdp", "accelerate": "accelerate"}
 
 
-def _import(options: Options) -> None:
+def _import(options: CheckOptions) -> None:
     """Import what the processes of a check would import each for itself."""
     importlib.import_module("torch._dynamo")  # which optimizers and PyTorch's wrapper take a second for
     if isinstance(options.wrap, str) and options.wrap in _OF_WRAPS:
@@ -78,7 +78,7 @@ def _do(folder: Path, number: int, store: Path) -> NoReturn:
     for stream in (1, 2):
         os.dup2(log, stream)
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # before it is ended because it takes too long
-    job, record = _job(folder, number), Record()
+    job, record = _job(folder, number), JobRecord()
     try:
         _join(job, store if job.place[1] > 1 else folder / f"store{number}alone")
         _train(job, record)
@@ -96,7 +96,7 @@ def _join(job: Job, store: Path) -> None:
     dist.init_process_group(job.options.backend, init_method=f"file://{store}", rank=rank, world_size=world)
 
 
-def _train(job: Job, record: Record) -> None:
+def _train(job: Job, record: JobRecord) -> None:
     options = job.options
     _seed(_SEED)
     case = build(options.case)
@@ -124,12 +124,12 @@ def _has_batch_statistics(module: Module) -> bool:
 class _Recorder:
     """Trains the steps of a job, and records them."""
 
-    def __init__(self, job: Job, case: Case, model: Module, record: Record) -> None:
+    def __init__(self, job: Job, case: Case, model: Module, record: JobRecord) -> None:
         self.job = job
         self.case = case
         self.record = record
-        self.options: Options = job.options
-        self.step = Step()
+        self.options: CheckOptions = job.options
+        self.step = CheckStep()
         alone = job.place[1] == 1
         names = [name for name, _ in model.named_parameters()]
         if alone:
@@ -155,7 +155,7 @@ class _Recorder:
 
     def _run_step(self, batch: Any, dropout: Dropout) -> None:
         has_samples = self.case.collate is not None
-        self.step = Step(rows=digests_of(batch, has_samples))
+        self.step = CheckStep(rows=digests_of(batch, has_samples))
         dropout.begin(self.step.rows)
         batch = tree_map(self._converted, batch)
         with self._autocast():

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lockstep._base import network
-from lockstep.check.job import Job, Record
+from lockstep.check.job import Job, JobRecord
 
 _SHOWN = 2000  # characters of what a process has printed
 _TO_WRITE = 0.5  # seconds that a process has to write where it is
@@ -32,7 +32,7 @@ class Processes:
         self._timeout = timeout
         self._begun = 0
 
-    def run(self, jobs: Sequence[Job]) -> list[Record]:
+    def run(self, jobs: Sequence[Job]) -> list[JobRecord]:
         """Run each job in a process of its own; return their records, in order.
 
         A process that ends without a record, or not in time, has a record with an error. The other ranks are not waited
@@ -74,15 +74,15 @@ class Processes:
             time.sleep(_TO_WRITE)
             os.kill(process, signal.SIGKILL)
 
-    def _record(self, number: int) -> Record:
+    def _record(self, number: int) -> JobRecord:
         path, ended = self._path(number, "record"), self._path(number, "ended")
         if path.exists():
-            record: Record = torch.load(path, weights_only=False)  # written by this check
+            record: JobRecord = torch.load(path, weights_only=False)  # written by this check
             return record
         logs = [log for log in (self._path(number, "log"), self._folder / "server.log") if log.exists()]
         said = logs[0].read_text(errors="replace").strip()[-_SHOWN:] if logs else ""
         how = f"ended with exit status {ended.read_text()}" if ended.exists() else "did not end in time"
-        return Record(error=f"{said}\nthe process {how}".strip())
+        return JobRecord(error=f"{said}\nthe process {how}".strip())
 
     def _path(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"

@@ -17,7 +17,7 @@ from lockstep.checkpoints.saving import Saving
 from lockstep.errors import CheckpointError, OptionError
 
 
-class Pace:
+class SnapshotPace:
     """Determines the call of the next snapshot from the time that snapshots have taken; the same on all ranks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,7 +70,7 @@ class Snapshots:
         MemoryFolder.of(path)  # raises if others can write there
         self._path = path
         self._ranks = ranks
-        self.pace = Pace()
+        self.pace = SnapshotPace()
         self._memory: MemoryFolder | None = None
         self._lock: IO[bytes] | None = None
         self._last: int | None = None

@@ -25,7 +25,7 @@ class RunningRank:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenProcess:
     """A process with the ranks in it, as it was looked at."""
 
     ranks: list[RunningRank]
@@ -58,14 +58,14 @@ def run(options: argparse.Namespace) -> int:
     return int(any(each.stacks is None for each in seen))
 
 
-def _look(pid: int, ranks: list[RunningRank], seconds: float) -> _Seen:
+def _look(pid: int, ranks: list[RunningRank], seconds: float) -> _SeenProcess:
     try:
-        return _Seen(ranks, ask(pid, seconds))
+        return _SeenProcess(ranks, ask(pid, seconds))
     except InspectionError as error:
-        return _Seen(ranks, None, str(error))
+        return _SeenProcess(ranks, None, str(error))
 
 
-def _heading(seen: _Seen) -> Iterator[str]:
+def _heading(seen: _SeenProcess) -> Iterator[str]:
     """Yield a line for each rank: since when it is where."""
     for rank in seen.ranks:
         page, now = rank.snapshot, time.monotonic()

@@ -36,7 +36,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Report:
+class WaitReport:
     """What one rank tells the others when it has waited for a second."""
 
     waits: tuple[Wait, ...] = ()
@@ -52,7 +52,7 @@ class Report:
     """How many steps its optimizer has made, in words; empty if they are not counted."""
 
     @classmethod
-    def of_fields(cls, fields: dict[str, Any]) -> "Report":
+    def of_fields(cls, fields: dict[str, Any]) -> "WaitReport":
         """Rebuild a report from its fields as JSON has them."""
         waits = tuple(Wait(**{**each, "needed": tuple(each["needed"])}) for each in fields["waits"])
         return cls(waits, dict(fields["launched"]), fields["seconds"], fields["has_left"], fields["steps"])
@@ -62,15 +62,15 @@ class Report:
         return asdict(self)
 
 
-def missing(wait: Wait, rank: int, reports: Mapping[int, Report]) -> set[int]:
+def missing(wait: Wait, rank: int, reports: Mapping[int, WaitReport]) -> set[int]:
     """Return the ranks that a wait of ``rank`` needs and that have certainly not launched its collective."""
     return {each for each in wait.needed if each != rank and _is_missing(wait, reports.get(each, _UNKNOWN))}
 
 
-_UNKNOWN = Report()
+_UNKNOWN = WaitReport()
 
 
-def _is_missing(wait: Wait, of_other: Report) -> bool:
+def _is_missing(wait: Wait, of_other: WaitReport) -> bool:
     launched = of_other.launched.get(wait.group)
     if launched is None:
         return False
@@ -80,7 +80,7 @@ def _is_missing(wait: Wait, of_other: Report) -> bool:
     return wait.exact or launched == wait.number - 1
 
 
-def stuck(reports: Mapping[int, Report]) -> frozenset[int]:
+def stuck(reports: Mapping[int, WaitReport]) -> frozenset[int]:
     """Return the ranks that can never go on: the largest set of ranks whose waits lack only ranks of the set, or ranks
     that have left."""
     left = _left(reports)
@@ -92,21 +92,21 @@ def stuck(reports: Mapping[int, Report]) -> frozenset[int]:
         found -= free
 
 
-def could_be_stuck(rank: int, reports: Mapping[int, Report]) -> bool:
+def could_be_stuck(rank: int, reports: Mapping[int, WaitReport]) -> bool:
     """Return False if a look at one rank shows that :func:`stuck` does not contain it."""
     return _is_stuck(rank, reports, {each for each, other in reports.items() if other.waits} | _left(reports))
 
 
-def _left(reports: Mapping[int, Report]) -> set[int]:
+def _left(reports: Mapping[int, WaitReport]) -> set[int]:
     return {rank for rank, report in reports.items() if report.has_left}
 
 
-def _is_stuck(rank: int, reports: Mapping[int, Report], gone: Collection[int]) -> bool:
+def _is_stuck(rank: int, reports: Mapping[int, WaitReport], gone: Collection[int]) -> bool:
     waits = reports.get(rank, _UNKNOWN).waits
     return bool(waits) and all(_is_for_ever(wait, rank, reports, gone) for wait in waits)
 
 
-def _is_for_ever(wait: Wait, rank: int, reports: Mapping[int, Report], gone: Collection[int]) -> bool:
+def _is_for_ever(wait: Wait, rank: int, reports: Mapping[int, WaitReport], gone: Collection[int]) -> bool:
     lacks = missing(wait, rank, reports)
     return bool(lacks) and lacks.issubset(gone)
 
@@ -114,12 +114,12 @@ def _is_for_ever(wait: Wait, rank: int, reports: Mapping[int, Report], gone: Col
 # ------------------------------------------------------------------------------------------------------ in words
 
 
-def describe(found: Collection[int], reports: Mapping[int, Report]) -> str:
+def describe(found: Collection[int], reports: Mapping[int, WaitReport]) -> str:
     """Return who waits where."""
     return "\n".join(f"  {line}" for rank in sorted(found) for line in _waits_of(rank, reports))
 
 
-def explain(found: Collection[int], reports: Mapping[int, Report]) -> str:
+def explain(found: Collection[int], reports: Mapping[int, WaitReport]) -> str:
     """Return that ranks wait for each other for ever, where they wait, and what to do."""
     head = f"{ranks_in_words(found)} wait for each other in different collectives, and can never go on:"
     what_to_do = advice(wait.what for rank in found for wait in reports[rank].waits)
@@ -148,7 +148,7 @@ def advice(collectives: Iterable[str]) -> str:
     )
 
 
-def _waits_of(rank: int, reports: Mapping[int, Report]) -> list[str]:
+def _waits_of(rank: int, reports: Mapping[int, WaitReport]) -> list[str]:
     report = reports[rank]
     lines = []
     for wait in report.waits:

@@ -2,7 +2,7 @@
 
 A report is true when it is sent; when it arrives, its rank may have gone on. So ranks decide in two rounds:
 
-1. A rank that waits tells all others its :class:`Report`, with a number. The number changes with everything that the
+1. A rank that waits tells all others its :class:`WaitReport`, with a number. It changes with everything that the
    report says: as long as it stays the same, each thread has been in the same wait, and nothing has been launched.
 2. A rank that finds itself in a stuck set, according to the last reports of all, looks at itself once more. If its
    number is still the same, it votes for the set: it sends the numbers of the set's reports. The set is stuck once all
@@ -23,7 +23,7 @@ find the same set, the largest one, and vote for the same numbers.
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.failures.deadlock import Report, could_be_stuck, stuck
+from lockstep.failures.deadlock import WaitReport, could_be_stuck, stuck
 
 Numbers = dict[int, int]
 """The numbers of the reports of a set of ranks."""
@@ -38,12 +38,12 @@ class Votes:
         self._rank = rank
         self._look = look
         self._tell = tell
-        self.reports: dict[int, Report] = {}
+        self.reports: dict[int, WaitReport] = {}
         """The last report of each rank."""
         self._numbers: Numbers = {}
         self._votes: dict[int, Numbers] = {}
 
-    def report(self, number: int, report: Report) -> None:
+    def report(self, number: int, report: WaitReport) -> None:
         """Tell the others what this rank waits for."""
         self._note(self._rank, number, report)
         self._tell("waits", rank=self._rank, number=number, report=report.fields())
@@ -51,13 +51,13 @@ class Votes:
     def hear(self, message: dict[str, Any]) -> None:
         """Take a message of another rank."""
         if message["kind"] == "waits":
-            self._note(message["rank"], message["number"], Report.of_fields(message["report"]))
+            self._note(message["rank"], message["number"], WaitReport.of_fields(message["report"]))
         elif message["kind"] == "left":
-            self._note(message["rank"], -1, Report(launched=message["launched"], has_left=True))
+            self._note(message["rank"], -1, WaitReport(launched=message["launched"], has_left=True))
         else:
             self._votes[message["rank"]] = {int(rank): number for rank, number in message["numbers"].items()}
 
-    def _note(self, rank: int, number: int, report: Report) -> None:
+    def _note(self, rank: int, number: int, report: WaitReport) -> None:
         self.reports[rank] = report
         self._numbers[rank] = number
 

@@ -10,7 +10,7 @@ import time
 from typing import Any, Protocol
 
 from lockstep.failures.channel import FailureChannel
-from lockstep.failures.deadlock import Report, describe, explain, missing
+from lockstep.failures.deadlock import WaitReport, describe, explain, missing
 from lockstep.failures.deadlock_votes import Votes
 from lockstep.failures.failure import Failure, Kind
 
@@ -22,10 +22,10 @@ CLOSE_SECONDS = 2.0
 """Seconds that :meth:`DeadlockWatch.close` waits for the thread."""
 
 
-class Look(Protocol):
+class LookAtWaits(Protocol):
     """Looks at what this rank waits for."""
 
-    def __call__(self) -> tuple[int, Report]:
+    def __call__(self) -> tuple[int, WaitReport]:
         """Return the number of the present state, and its report, without waits if the rank does not wait.
 
         The number stays the same as long as each thread is in the same wait, and nothing has been launched.
@@ -38,7 +38,7 @@ class Look(Protocol):
 class DeadlockWatch:
     """Finds ranks that wait for each other for ever, until :meth:`close`. Every rank of the channel has to make one."""
 
-    def __init__(self, channel: FailureChannel, look: Look) -> None:
+    def __init__(self, channel: FailureChannel, look: LookAtWaits) -> None:
         self._channel = channel
         self._look = look
         self._heard: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()

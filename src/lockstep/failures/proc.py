@@ -26,7 +26,7 @@ def create_memory(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Status:
+class ProcessStatus:
     """The fields of ``/proc/PID/status`` that this room uses."""
 
     state: str
@@ -60,12 +60,12 @@ class Status:
         return bool(self.pending >> (number - 1) & 1)
 
 
-def status_of(pid: int) -> Status:
+def status_of(pid: int) -> ProcessStatus:
     """Return the status of a process, by its number; raise :class:`InspectionError` if there is no such process."""
     fields = _fields(f"/proc/{pid}/status")
     if fields is None:
         raise InspectionError(f"there is no process {pid} on this host; it may have ended")
-    return Status(
+    return ProcessStatus(
         state=fields["State"][0],
         numbers=tuple(int(number) for number in fields.get("NSpid", str(pid)).split()),
         caught=int(fields["SigCgt"], 16),

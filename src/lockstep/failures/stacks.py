@@ -195,7 +195,7 @@ def _ask(pid: int, number: int, fd: int, deadline: float) -> Stacks:
         return _parsed(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
 
 
-def _able(pid: int) -> proc.Status:
+def _able(pid: int) -> proc.ProcessStatus:
     """Return the status of a process; raise unless it can answer."""
     status = proc.status_of(pid)
     if status.ended:

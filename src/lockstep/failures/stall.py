@@ -6,7 +6,7 @@ inspected from outside by a rank of its host, through the page opened when all m
 late.
 
 From top to bottom: how long ranks wait (:class:`Deadline`), what the stack of a thread shows, what a rank is doing
-(:class:`Answer`), and which rank is late according to the answers of all: these parts know no channel, so tests can
+(:class:`StallAnswer`), and which rank is late according to the answers of all: these know no channel, so tests can
 give them tables. Below them is the thread that asks (:class:`StallWatch`).
 """
 
@@ -137,7 +137,7 @@ def compiles(thread: Thread) -> bool:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StallAnswer:
     """The activity of one rank, reported by itself or found out by another rank on its host."""
 
     rank: int
@@ -166,7 +166,7 @@ class Answer:
     """See :attr:`Snapshot.in_batches`."""
 
     @classmethod
-    def of(cls, seen: Snapshot, thread: Thread | None, now: float, **more: Any) -> "Answer":
+    def of(cls, seen: Snapshot, thread: Thread | None, now: float, **more: Any) -> "StallAnswer":
         """Make an answer from a page of progress, and the stack of the thread that trains, if there is one."""
         idle = now - seen.changed
         more["in_batches"] = seen.in_batches
@@ -188,7 +188,7 @@ class Answer:
         return f"rank {self.rank}: " + ", ".join(filter(None, (where(self.step, self.in_batches, ""), what, called)))
 
 
-def late(answers: Sequence[Answer], waited: float) -> Answer | None:
+def late(answers: Sequence[StallAnswer], waited: float) -> StallAnswer | None:
     """Return the rank for which another one has ``waited`` that many seconds; None if it cannot be determined.
 
     It is a rank that does not wait for others; of several, one that cannot even answer, else the one that is furthest
@@ -198,7 +198,7 @@ def late(answers: Sequence[Answer], waited: float) -> Answer | None:
     known = [each for each in answers if each.begun is not None]
     counted = len(known) == len(answers)
 
-    def behind(each: Answer) -> tuple[bool, int, int, float]:
+    def behind(each: StallAnswer) -> tuple[bool, int, int, float]:
         return each.answers and not each.stopped, (each.begun or 0) if counted else 0, each.step or 0, -each.idle
 
     busy = [each for each in answers if not each.waits_for or each.stopped]
@@ -210,7 +210,7 @@ def late(answers: Sequence[Answer], waited: float) -> Answer | None:
     return _odd_one_out(answers)
 
 
-def absent(answers: Sequence[Answer]) -> Answer | None:
+def absent(answers: Sequence[StallAnswer]) -> StallAnswer | None:
     """Return the rank that others have waited for until their time-out; None if it cannot be determined.
 
     It is a rank that cannot answer; else one that does not wait and has begun fewer collectives than another one. (A
@@ -222,25 +222,27 @@ def absent(answers: Sequence[Answer]) -> Answer | None:
     return min(silent or elsewhere, key=lambda each: (each.begun or 0, each.step or 0, -each.idle), default=None)
 
 
-def _odd_one_out(answers: Sequence[Answer]) -> Answer | None:
+def _odd_one_out(answers: Sequence[StallAnswer]) -> StallAnswer | None:
     """Return one of equally advanced ranks that waits for something that most others do not wait for."""
     waits = [each.waits_for for each in answers]
     rarest = min(answers, key=lambda each: waits.count(each.waits_for))
     return rarest if waits.count(rarest.waits_for) < len(answers) else None
 
 
-def stalled(found: Answer, answers: Sequence[Answer], waiting: Answer, waited: float, limit: str) -> Failure:
+def stalled(
+    found: StallAnswer, answers: Sequence[StallAnswer], waiting: StallAnswer, waited: float, limit: str
+) -> Failure:
     """Return the failure to report if ``found`` is late and the rank ``waiting`` has waited for it too long."""
     what = f"rank {waiting.rank} has waited {waited:.0f} s for it, longer than the limit ({limit}). {_condition(found)}"
     return _failure(found, answers, what)
 
 
-def waited_in_vain(found: Answer, answers: Sequence[Answer], waiting: int, error: str) -> Failure:
+def waited_in_vain(found: StallAnswer, answers: Sequence[StallAnswer], waiting: int, error: str) -> Failure:
     """Return the failure to report if ``found`` is not where the others are, so that rank ``waiting`` got an error."""
     return _failure(found, answers, f"rank {waiting} has waited for it in vain ({error}). {_condition(found)}")
 
 
-def _failure(found: Answer, answers: Sequence[Answer], what: str) -> Failure:
+def _failure(found: StallAnswer, answers: Sequence[StallAnswer], what: str) -> Failure:
     others = "\n".join(each.line() for each in sorted(answers, key=lambda each: each.rank) if each.rank != found.rank)
     stack = found.stack or "  no stack: " + ("it is stopped" if found.stopped else "it could not be asked")
     stacks = f"{stack}\n\nThe other ranks:\n{others}"
@@ -252,7 +254,7 @@ def _failure(found: Answer, answers: Sequence[Answer], what: str) -> Failure:
     return Failure(found.rank, kind, found.step, found.phase, what, stacks=stacks, in_batches=found.in_batches)
 
 
-def _condition(found: Answer) -> str:
+def _condition(found: StallAnswer) -> str:
     process = f"its process {found.pid}" if found.pid else "its process"
     if found.stopped:
         return f"{process.capitalize()} is stopped (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT` lets it go on"
@@ -293,7 +295,7 @@ class StallWatch:
         self._waits_in: tuple[str, int | None, int] = ("", None, 0)
         self._waits_since = 0.0
         self._ask_again = 0.0
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, StallAnswer] = {}
         self._inquiry = ""
         self._inquires = threading.Lock()
         self._changed = threading.Condition()
@@ -361,12 +363,12 @@ class StallWatch:
             self._waits_since = now
         return now - self._waits_since if waits_in[0] else 0.0
 
-    def _is_too_late(self, found: Answer, waited: float) -> bool:
+    def _is_too_late(self, found: StallAnswer, waited: float) -> bool:
         if found.compiles or (found.phase and found.phase not in PHASES_OF_A_STEP):
             return waited > self._limits.patience
         return True
 
-    def _inquire(self, seconds: float) -> list[Answer]:
+    def _inquire(self, seconds: float) -> list[StallAnswer]:
         """Ask all ranks for their activity; for those that do not answer, ask ranks of their hosts."""
         with self._inquires:
             own = self._own_answer()
@@ -380,11 +382,11 @@ class StallWatch:
                 self._channel.tell("look", inquiry=self._inquiry, ranks=missing)
                 self._wait_for_answers(seconds / 2)
             places = self._channel.places
-            unknown = [Answer(rank, places[rank].pid, answers=False) for rank in self._missing()]
+            unknown = [StallAnswer(rank, places[rank].pid, answers=False) for rank in self._missing()]
             with self._changed:
                 return [*self._answers.values(), *unknown]
 
-    def _with_host(self, found: Answer | None) -> Answer | None:
+    def _with_host(self, found: StallAnswer | None) -> StallAnswer | None:
         """Add to the answer of a rank that could not give it whether its host answers."""
         if found is None or found.answers:
             return found
@@ -399,9 +401,9 @@ class StallWatch:
     def _missing(self) -> list[int]:
         return [rank for rank in self._channel.global_ranks if rank not in self._answers]
 
-    def _own_answer(self) -> Answer:
+    def _own_answer(self) -> StallAnswer:
         seen, now = self._progress.read(), time.monotonic()
-        return Answer.of(seen, own_stack(seen.thread), now, begun=self._begun())
+        return StallAnswer.of(seen, own_stack(seen.thread), now, begun=self._begun())
 
     def _look_at(self, ranks: list[int]) -> None:
         """Answer for ranks of this host that cannot do it themselves."""
@@ -429,25 +431,25 @@ class StallWatch:
             self._channel.tell("answer", inquiry=inquiry, answer=answer)
 
     def _answered(self, message: dict[str, Any]) -> None:
-        self._note(Answer(**message["answer"]), message["inquiry"])
+        self._note(StallAnswer(**message["answer"]), message["inquiry"])
 
-    def _note(self, answer: Answer, inquiry: str) -> None:
+    def _note(self, answer: StallAnswer, inquiry: str) -> None:
         with self._changed:
             if inquiry == self._inquiry:
                 self._answers.setdefault(answer.rank, answer)
                 self._changed.notify_all()
 
 
-def seen_from_outside(channel: FailureChannel, rank: int, seconds: float) -> Answer:
+def seen_from_outside(channel: FailureChannel, rank: int, seconds: float) -> StallAnswer:
     """Return the activity of a rank of this host that does not answer, as far as it is visible from outside."""
     pid, stopped = channel.places[rank].pid, False
     try:
         seen = channel.pages[rank].read()
         stopped = proc.available() and proc.status_of(pid).stopped
         thread = None if stopped else _thread_of(pid, seen.thread, seconds)
-        return Answer.of(seen, thread, time.monotonic(), answers=False, stopped=stopped)
+        return StallAnswer.of(seen, thread, time.monotonic(), answers=False, stopped=stopped)
     except InspectionError:  # it has ended
-        return Answer(rank, pid, answers=False, stopped=stopped)
+        return StallAnswer(rank, pid, answers=False, stopped=stopped)
 
 
 def _thread_of(pid: int, ident: int, seconds: float) -> Thread | None:

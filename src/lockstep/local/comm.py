@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from lockstep._base.buckets import DEFAULT_CAP_BYTES, Bucket, BucketPlan, TensorSpec, dense_stride, plan_buckets
+from lockstep._base.buckets import DEFAULT_CAP_BYTES, BucketPlan, FlatBucket, TensorSpec, dense_stride, plan_buckets
 from lockstep._base.devices import (
     CPU,
     DeviceLike,
@@ -42,14 +42,14 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def pack(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def pack(bucket: FlatBucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a new flat tensor that holds the bucket's tensors, which are given in the order of its slots."""
     flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=tensors[0].device)
     torch._foreach_copy_(bucket.views(flat), list(tensors))
     return flat
 
 
-def unpack(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+def unpack(bucket: FlatBucket, flat: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors inside ``flat``, each with a version counter of its own."""
     return [view.data for view in bucket.views(flat)]
 
@@ -210,7 +210,9 @@ def _alike(column: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [tensor.to_dense() for tensor in column]
 
 
-def _sum_bucket(bucket: Bucket, columns: Sequence[Sequence[torch.Tensor]], target: torch.device) -> list[torch.Tensor]:
+def _sum_bucket(
+    bucket: FlatBucket, columns: Sequence[Sequence[torch.Tensor]], target: torch.device
+) -> list[torch.Tensor]:
     """Return the sums of one bucket's tensors: add those on the target in place, the rest as flat buffers."""
     if all(tensors[0].device == target for tensors in columns) and len(columns) > 1:
         totals = list(torch._foreach_add(list(columns[0]), list(columns[1])))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep._base.buckets import Bucket, BucketSlot, TensorSpec, plan_buckets
+from lockstep._base.buckets import BucketSlot, FlatBucket, TensorSpec, plan_buckets
 from lockstep._base.devices import current_streams, is_accelerator
 from lockstep._base.inner_tensors import inner_tensors, is_plain, like
 from lockstep._base.tensor_state import Change, TensorSnapshot
@@ -72,7 +72,7 @@ class ParameterValues:
         for device in self._flats:
             torch.autograd.graph.increment_version([self._values[device][i] for i in changed])
 
-    def _together(self, number: int, bucket: Bucket) -> torch.Tensor:
+    def _together(self, number: int, bucket: FlatBucket) -> torch.Tensor:
         """Return the values of a bucket in one tensor, on their own device: the tensor itself if it is the only one."""
         members = [t.detach() for t in bucket.take(self._tensors)]
         if number < self._whole_storages:
@@ -96,27 +96,27 @@ def _sharing_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     ]
 
 
-def _storage_bucket(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> Bucket:
+def _storage_bucket(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> FlatBucket:
     first = tensors[indices[0]]
     slots = [
         BucketSlot(i, int(tensors[i].storage_offset()), tuple(tensors[i].shape), tensors[i].stride()) for i in indices
     ]
-    return Bucket(first.dtype, first.device, first.untyped_storage().nbytes() // first.itemsize, tuple(slots))
+    return FlatBucket(first.dtype, first.device, first.untyped_storage().nbytes() // first.itemsize, tuple(slots))
 
 
-def _other_buckets(tensors: Sequence[torch.Tensor], shared: Sequence[Bucket], cap_bytes: int) -> list[Bucket]:
+def _other_buckets(tensors: Sequence[torch.Tensor], shared: Sequence[FlatBucket], cap_bytes: int) -> list[FlatBucket]:
     taken = {slot.index for bucket in shared for slot in bucket.slots}
     rest = [i for i in range(len(tensors)) if i not in taken]
     plan = plan_buckets([TensorSpec.of(tensors[i]) for i in rest], cap_bytes)
     return [
-        Bucket(
+        FlatBucket(
             b.dtype, b.device, b.numel, tuple(BucketSlot(rest[s.index], s.offset, s.shape, s.stride) for s in b.slots)
         )
         for b in plan.buckets
     ]
 
 
-def _empty(bucket: Bucket, device: torch.device) -> torch.Tensor:
+def _empty(bucket: FlatBucket, device: torch.device) -> torch.Tensor:
     return torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
 
 

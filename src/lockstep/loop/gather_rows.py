@@ -314,7 +314,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 # -------------------------------------------------------------------------------------- through autograd
 
 
-class _InPass(MeanInPass):
+class _RowsInPass(MeanInPass):
     """An exchange of gradients that the backward of a function takes."""
 
     def __init__(self, rows: _Rows, joined: Tensor | None, tell: Callable[[], object]) -> None:
@@ -346,7 +346,7 @@ class _GatherRows(Function):
         whole = rows.gather(tensors) if gathered is None else gathered
         like = tensors[0].new_empty(0)
         ctx.rows, ctx.flags, ctx.like = rows, flags, like
-        ctx.in_pass = _InPass(rows, joined, lambda: rows.sum_own([None] * len(flags), like, failed=True))
+        ctx.in_pass = _RowsInPass(rows, joined, lambda: rows.sum_own([None] * len(flags), like, failed=True))
         ctx.mark_non_differentiable(*(each for each, flag in zip(whole, flags, strict=True) if not flag))
         return tuple(whole)
 
@@ -369,7 +369,7 @@ class _SumRows(Function):
         ctx.set_materialize_grads(False)
         ctx.rows, ctx.like, ctx.flags = rows, like, flags
         ctx.given = [grad is not None for grad in grads]
-        ctx.in_pass = _InPass(rows, joined, lambda: rows.gather([like.new_empty(0)], failed=True))
+        ctx.in_pass = _RowsInPass(rows, joined, lambda: rows.gather([like.new_empty(0)], failed=True))
         return tuple(rows.sum_own(grads, like))
 
     @staticmethod

@@ -12,7 +12,7 @@ from lockstep.checkpoints.memory import MemoryFolder, has_memory
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
 from lockstep.checkpoints.resuming import Resumed, Resuming
 from lockstep.checkpoints.saving import Saving
-from lockstep.checkpoints.snapshots import Pace, Snapshots
+from lockstep.checkpoints.snapshots import SnapshotPace, Snapshots
 from lockstep.checkpoints.state import HostCopies
 from lockstep.distributed.comm.groups import Group
 from lockstep.errors import CommunicationError
@@ -51,7 +51,7 @@ class RunState:
         self._channel = channel
         self._timeout = timeout
         self._paths: dict[Path, PathState] = {}
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, SnapshotPace] = {}
         self._in_flight: Future[Path] | None = None
         """The save that a thread writes behind the training, or its error."""
         self._copies = HostCopies()

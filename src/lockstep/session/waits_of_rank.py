@@ -29,7 +29,7 @@ from lockstep.distributed.comm.group_state import begun_on, number_on, state_of,
 from lockstep.distributed.comm.groups import Group, backends_of
 from lockstep.distributed.comm.waits import Waiting, waits
 from lockstep.failures.channel import FailureChannel
-from lockstep.failures.deadlock import Report, Wait
+from lockstep.failures.deadlock import Wait, WaitReport
 from lockstep.failures.program_lines import is_of_program, place_of
 from lockstep.failures.stacks import own_stack
 
@@ -121,7 +121,7 @@ class WaitsOfRank:
         self._device = current_index()
         self._lock = threading.Lock()
 
-    def __call__(self) -> tuple[int, Report]:
+    def __call__(self) -> tuple[int, WaitReport]:
         """Return the number of the present state, and its report: see :class:`~lockstep.failures.deadlock_watch.Look`.
 
         The threads are looked at before and after what they have launched: if both looks show the same waits, the
@@ -136,9 +136,9 @@ class WaitsOfRank:
                 self._number += 1
                 self._state = state
             if state is None:
-                return self._number, Report()
+                return self._number, WaitReport()
             seconds, steps = time.monotonic() - max(waiting.values()), self._channel.progress.read().steps_in_words
-            return self._number, Report(tuple(waiting), launched, seconds, steps=steps)
+            return self._number, WaitReport(tuple(waiting), launched, seconds, steps=steps)
 
     def launched(self) -> dict[str, int]:
         """Return what this rank has launched, when it launches nothing more."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lockstep._base.buckets import Bucket, TensorSpec, plan_buckets
+from lockstep._base.buckets import FlatBucket, TensorSpec, plan_buckets
 from lockstep._base.deal import Deal
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.shares.spare import SpareMemory
@@ -45,7 +45,7 @@ class ExchangePlan:
         self.layout = Layout(deal)
         buckets = _plan(gradients, buffers, collectives.device)
         if has_rows and buckets[-1].device != collectives.device:  # to read them there, the host would wait for it
-            buckets = (*buckets, Bucket(torch.uint8, collectives.device, 0, ()))
+            buckets = (*buckets, FlatBucket(torch.uint8, collectives.device, 0, ()))
         self.buckets = buckets
         """The buckets in the order in which they are sent."""
         self.leave_early = 0
@@ -74,7 +74,9 @@ class ExchangePlan:
         )
 
 
-def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device: torch.device) -> tuple[Bucket, ...]:
+def _plan(
+    gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device: torch.device
+) -> tuple[FlatBucket, ...]:
     """Plan the buckets of gradients, and one or more at the end with the buffers, or nothing, and perhaps the last few
     gradients."""
     buckets = plan_buckets(gradients, CAP_BYTES).buckets
@@ -84,7 +86,7 @@ def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device
         replace(bucket, slots=tuple(replace(slot, index=slot.index + len(gradients)) for slot in bucket.slots))
         for bucket in plan_buckets(buffers, CAP_BYTES).buckets
     ]
-    return *buckets, *(behind or [Bucket(torch.uint8, device, 0, ())])
+    return *buckets, *(behind or [FlatBucket(torch.uint8, device, 0, ())])
 
 
 def with_buffers(gradients: list[Terms], buffers: Sequence[Sequence[Tensor]]) -> list[Terms]:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep._base.abilities import Addition, Place
-from lockstep._base.buckets import Bucket
+from lockstep._base.abilities import Addition, PlaceOfPart
+from lockstep._base.buckets import FlatBucket
 from lockstep._base.deal import Deal
 from lockstep.distributed.comm.collectives import Collectives, Pending
 from lockstep.shares.share_tree import nodes_of, plan_additions, shares_of
@@ -41,7 +41,7 @@ class Layout:
         self.terms = [len(nodes_of(each[:-1])) + 1 for each in own]
         """Number of terms of each rank's partial sums while its last share runs."""
         self.additions = plan_additions([node for nodes in owned for node in nodes], sum(deal))
-        places = [Place(rank, part) for rank, count in enumerate(self.counts) for part in range(count)]
+        places = [PlaceOfPart(rank, part) for rank, count in enumerate(self.counts) for part in range(count)]
         self.placed = [Addition(places[into], places[place]) for into, place in self.additions]
         """The additions by rank and part."""
 
@@ -49,7 +49,7 @@ class Layout:
 class Transport(ABC):
     """One bucket under way: filled, sent, waited for, gathered, and received."""
 
-    def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
+    def __init__(self, bucket: FlatBucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
         self._bucket = bucket
         self._layout = layout
         self._collectives = collectives
@@ -89,7 +89,7 @@ class Transport(ABC):
 
 
 def transport_of(
-    bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
+    bucket: FlatBucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
 ) -> Transport:
     """Return the transport of a bucket; with ``row_bytes``, the ranks' rows travel with it."""
     if collectives.can_add_in_order(bucket.device):
@@ -100,7 +100,7 @@ def transport_of(
 class _SharedMemoryTransport(Transport):
     """A bucket whose ranks write their sums to each other."""
 
-    def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
+    def __init__(self, bucket: FlatBucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
         super().__init__(bucket, layout, collectives, row_bytes)
         parts = max(layout.counts)
         self._numel = parts * bucket.numel
@@ -142,7 +142,7 @@ class _AllToAllTransport(Transport):
     first."""
 
     def __init__(
-        self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
+        self, bucket: FlatBucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
     ) -> None:
         super().__init__(bucket, layout, collectives, row_bytes)
         self._spare = spare
@@ -213,7 +213,7 @@ class _AllToAllTransport(Transport):
         return self._whole
 
 
-def _fill(bucket: Bucket, views: Sequence[Tensor], terms: Terms) -> None:
+def _fill(bucket: FlatBucket, views: Sequence[Tensor], terms: Terms) -> None:
     *others, last = ([term[slot.index] for slot in bucket.slots] for term in terms)
     for view, value in zip(views, last, strict=True):
         if value is None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lockstep._base.abilities import Addition, Chunks, Place
+from lockstep._base.abilities import Addition, Chunks, PlaceOfPart
 from lockstep.errors import LayoutError
 from lockstep.shm.arithmetic import TensorReduction
 from lockstep.shm.messages import CollectiveKind, Descriptor, Op, factor_of
@@ -217,7 +217,7 @@ class OneHost:
         tensors = self.staging.allocated_tensors(messages, x)
         if tensors is None:
             raise LayoutError("add_in_order: expected tensors in memory from group.allocate on every rank")
-        first = additions[-1].into if additions else Place(0, 0)
+        first = additions[-1].into if additions else PlaceOfPart(0, 0)
         for begin, end in blocks(*self._shard(self.rank, 0, numel, x), x.itemsize):
             self.staging.peers.check_alive()  # as in _reduce_in_place
             for into, place in additions:
@@ -312,7 +312,7 @@ class OneHost:
         staging.move_chunks(len(ranges), self.timeout, put, use)
 
 
-def _block(tensors: Sequence[Tensor], place: Place, numel: int, begin: int, end: int) -> Tensor:
+def _block(tensors: Sequence[Tensor], place: PlaceOfPart, numel: int, begin: int, end: int) -> Tensor:
     start = place.part * numel
     return tensors[place.rank][start + begin : start + end]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.record import counts_exactly
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
-from lockstep.distributed.reduction.report.status import STATUSES, Part, Report, ReportLayout, Status
+from lockstep.distributed.reduction.report.status import STATUSES, Part, ReportLayout, RoundReport, Status
 
 _OWN_DTYPE = torch.float32
 
@@ -68,11 +68,11 @@ class ReportTransport:
                 if status.part not in (Part.FAILED, Part.SKIPS):
                     raise  # this rank's part fails, and the others are told; a failed or skipped batch sends zeros
 
-    def read(self, row: Tensor) -> Report:
+    def read(self, row: Tensor) -> RoundReport:
         """Return what the reports of all ranks add up to."""
         return self._layout.read(row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row)
 
-    def read_earlier(self, row: Tensor) -> Report | None:
+    def read_earlier(self, row: Tensor) -> RoundReport | None:
         """Return the reports of a round before; None if this rank sent none in it, or with another layout."""
         return self.read(row) if row.numel() == self._layout.numel else None
 

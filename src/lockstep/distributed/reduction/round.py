@@ -24,7 +24,7 @@ from lockstep.distributed.reduction.autograd.graph import has_means
 from lockstep.distributed.reduction.buckets.bucket import NOTHING, Bucket, CopiedIn
 from lockstep.distributed.reduction.buckets.comm_hooks import Waitable
 from lockstep.distributed.reduction.buckets.gradient_buckets import reduce_late
-from lockstep.distributed.reduction.buckets.plan import Kind
+from lockstep.distributed.reduction.buckets.plan import BucketKind
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
@@ -168,7 +168,7 @@ class Round:
             self._begun = time.perf_counter()
         ranks, what = self._common.collectives, f"{what}, round {self.number}"
         both: MeanInHalf | SumOfRows
-        if bucket.planned.kind is Kind.SPARSE:
+        if bucket.planned.kind is BucketKind.SPARSE:
             both = SumOfRows(ranks, flat, bucket.is_dense, what, bucket.accept)
         else:
             assert bucket.half is not None

@@ -28,7 +28,7 @@ STEPS = 10
 _MOST_NAMES = 3
 
 
-class _Steps:
+class _StepsAlone:
     """The first steps of an optimizer."""
 
     def __init__(self, collectives: Collectives, own: Sequence[Tensor]) -> None:
@@ -77,7 +77,7 @@ class TrainingAlone:
 
     def __init__(self) -> None:
         self._sessions: list[Collectives] = []
-        self._steps: IdentityMap[_Steps] = IdentityMap()
+        self._steps: IdentityMap[_StepsAlone] = IdentityMap()
 
     def session_begins(self, collectives: Collectives) -> None:
         """Note that this process is a rank of a session."""
@@ -115,11 +115,11 @@ class TrainingAlone:
         if places:
             own = list(_own_weights(optimizer))
             hooked = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in own)
-            self._steps[optimizer] = known = _Steps(places[0], () if hooked else own)  # they may average gradients
+            self._steps[optimizer] = known = _StepsAlone(places[0], () if hooked else own)  # they may average gradients
             if hooked or (not own and _has_synchronised()):
                 known.end()
 
-    def _next_step(self, optimizer: Optimizer, known: _Steps) -> None:
+    def _next_step(self, optimizer: Optimizer, known: _StepsAlone) -> None:
         if known.trains_alone():
             names, more = names_of(known.own[:_MOST_NAMES]), len(known.own) - _MOST_NAMES
             text = ", ".join(names) + (f" and {more} more" if more > 0 else "")

@@ -33,7 +33,7 @@ from lockstep._base.devices import is_accelerator
 from lockstep._base.dtensors import is_dtensor, like_parameter, local_part
 from lockstep._base.inner_tensors import is_plain
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot, note_bucket_memory, references, users_of
-from lockstep.distributed.reduction.buckets.plan import Kind, PlannedBucket, travels_in_half
+from lockstep.distributed.reduction.buckets.plan import BucketKind, PlannedBucket, travels_in_half
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -79,7 +79,7 @@ class Bucket:
     ) -> None:
         """``waits``: it is launched only after backward; ``extra`` elements behind the gradients are for the report;
         ``empty`` gives the memory; ``half``: the half precision in which float32 gradients travel, or None."""
-        layout, is_sparse = planned.layout, planned.kind is Kind.SPARSE
+        layout, is_sparse = planned.layout, planned.kind is BucketKind.SPARSE
         self.index = index
         self.planned = planned
         self.members = list(members)
@@ -163,12 +163,14 @@ class Bucket:
             for member in self.members:
                 member.check_parameter()
         grads: list[Tensor | None] = list(map(_grad_of, self._parameters))
-        copied = self._take_several(grads, used) if self.planned.kind is Kind.FLAT else self._take_one(grads[0], used)
+        copied = (
+            self._take_several(grads, used) if self.planned.kind is BucketKind.FLAT else self._take_one(grads[0], used)
+        )
         set_grads(self._parameters, repeat(None))
         return copied
 
     def _take_one(self, grad: Tensor | None, used: Sequence[int] | None) -> CopiedIn:
-        (member,), is_sparse = self.members, self.planned.kind is Kind.SPARSE
+        (member,), is_sparse = self.members, self.planned.kind is BucketKind.SPARSE
         if grad is None or is_sparse:
             member.check_parameter()
         taken = member.zeros() if grad is None else member.take(grad)
@@ -240,7 +242,7 @@ class Bucket:
 
     def zeros(self) -> CopiedIn:
         """Return what is sent in place of what :meth:`copy_in` returns, without any gradient."""
-        if self.planned.kind is Kind.FLAT:
+        if self.planned.kind is BucketKind.FLAT:
             flat = torch.zeros(self._numel, dtype=self.planned.layout.dtype, device=self.planned.layout.device)
             return CopiedIn(flat, row=flat[self.planned.layout.numel :])
         zeros = self.members[0].zeros()
@@ -250,19 +252,19 @@ class Bucket:
 
     def accept(self, summed: Tensor) -> None:
         """Set the tensor that :meth:`copy_in` returned to the result of a communication hook, or to a sum of rows."""
-        if self.planned.kind is Kind.SPARSE:
+        if self.planned.kind is BucketKind.SPARSE:
             self._result = summed
             return
-        sent = self._gradients if self.planned.kind is Kind.FLAT else _flattened(self._result)
+        sent = self._gradients if self.planned.kind is BucketKind.FLAT else _flattened(self._result)
         if summed.data_ptr() != sent.data_ptr() or summed.dtype != sent.dtype:
             sent.copy_(summed.view_as(sent))
 
     def multiply(self, factor: float) -> None:
         """Multiply all reduced gradients."""
-        if self.planned.kind is Kind.SPARSE:
+        if self.planned.kind is BucketKind.SPARSE:
             self._result = self._result * factor
         else:
-            (self._gradients if self.planned.kind is Kind.FLAT else self._result).mul_(factor)
+            (self._gradients if self.planned.kind is BucketKind.FLAT else self._result).mul_(factor)
 
     def copy_out(self, used: Sequence[bool] | None) -> None:
         """Give the parameters their reduced gradients; a parameter that no rank used gets back its earlier ``.grad``.
@@ -270,8 +272,8 @@ class Bucket:
         ``used``: for each parameter, True if any rank has used it; None: all have been used.
         """
         grads, indices = self._grads, self.planned.indices
-        if self.planned.kind is not Kind.FLAT:
-            is_sparse = self.planned.kind is Kind.SPARSE
+        if self.planned.kind is not BucketKind.FLAT:
+            is_sparse = self.planned.kind is BucketKind.SPARSE
             grads = [self._result if is_sparse else like_parameter(self._result, self._parameters[0])]
             self._result = NOTHING
         if used is None or all(map(used.__getitem__, indices)):

@@ -24,7 +24,7 @@ from functools import cached_property
 
 import torch
 
-from lockstep._base.buckets import Bucket, TensorSpec, pack_bucket
+from lockstep._base.buckets import FlatBucket, TensorSpec, pack_bucket
 from lockstep.errors import LayoutError
 
 MIB = 1024 * 1024
@@ -41,7 +41,7 @@ def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
     return half is not None and dtype in (torch.float32, half)
 
 
-class Kind(Enum):
+class BucketKind(Enum):
     """The way in which a bucket moves its gradients."""
 
     FLAT = "shared"  # the values are part of saved training states
@@ -53,8 +53,8 @@ class Kind(Enum):
 class PlannedBucket:
     """Gradients that are reduced by one collective."""
 
-    kind: Kind
-    layout: Bucket
+    kind: BucketKind
+    layout: FlatBucket
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class PlannedBucket:
     def can_hold_report(self) -> bool:
         """True if a report can follow the gradients: the dtype must represent sums of small integers exactly."""
         dtype = self.layout.dtype
-        return self.kind is Kind.FLAT and dtype.is_floating_point and dtype.itemsize >= 2
+        return self.kind is BucketKind.FLAT and dtype.is_floating_point and dtype.itemsize >= 2
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ReductionPlan:
                         f"the plan is of another module: {names[0]!r} and {other.name!r} are in one bucket, but here "
                         f"they are {members[0].dtype} on {members[0].device} and {other.dtype} on {other.device}"
                     )
-            buckets.append(PlannedBucket(Kind(kind), _pack(specs, [place[name] for name in names])))
+            buckets.append(PlannedBucket(BucketKind(kind), _pack(specs, [place[name] for name in names])))
         return cls(tuple(specs), tuple(buckets))
 
 
@@ -125,14 +125,14 @@ def plan_reduction(
     for position, index in enumerate(order):
         spec = specs[index]
         if index in sparse:
-            tail.append(PlannedBucket(Kind.SPARSE, _pack(specs, [index])))
+            tail.append(PlannedBucket(BucketKind.SPARSE, _pack(specs, [index])))
         elif spec.nbytes >= (single_bytes if spec.device.type == "cpu" else max(single_bytes, caps[-1])):
-            placed.append((position, PlannedBucket(Kind.SINGLE, _pack(specs, [index]))))
+            placed.append((position, PlannedBucket(BucketKind.SINGLE, _pack(specs, [index]))))
         else:
             together.setdefault((spec.dtype, spec.device), []).append((position, index))
     for small in together.values():
         placed += [
-            (part[-1][0], PlannedBucket(Kind.FLAT, _pack(specs, [index for _, index in part])))
+            (part[-1][0], PlannedBucket(BucketKind.FLAT, _pack(specs, [index for _, index in part])))
             for part in _cut(specs, small, caps)
         ]
     ordered = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
@@ -157,7 +157,7 @@ def _cut(
     return parts
 
 
-def _pack(specs: Sequence[TensorSpec], indices: Sequence[int]) -> Bucket:
+def _pack(specs: Sequence[TensorSpec], indices: Sequence[int]) -> FlatBucket:
     """Pack without padding: communication hooks expect a buffer of just the gradients, one after the other."""
     return pack_bucket(specs, indices, alignment=1)
 

@@ -317,7 +317,7 @@ def note_outlived(parameter: Parameter, name: str) -> None:
     hooks[_OUTLIVED] = OutlivedHook(name)
 
 
-class _InPass(dict[Any, Any]):
+class _HooksInPass(dict[Any, Any]):
     """The hooks that a parameter has while a pass runs: triggers. Users' hooks are aside, also those that a program
     registers or removes meanwhile."""
 
@@ -356,17 +356,17 @@ class PassHooks:
         """True if any of the parameters has users' hooks."""
         for parameter, hooks in zip(parameters, map(hooks_of, parameters), strict=True):
             if hooks is not None:
-                self.has_users = self.has_users or bool(hooks.aside if isinstance(hooks, _InPass) else hooks)
+                self.has_users = self.has_users or bool(hooks.aside if isinstance(hooks, _HooksInPass) else hooks)
                 if hooks:
                     self._replace(parameter)
         for parameter, trigger in triggers:
             self._replace(parameter).put(trigger)
 
-    def _replace(self, parameter: Parameter) -> _InPass:
+    def _replace(self, parameter: Parameter) -> _HooksInPass:
         hooks = hooks_of(parameter)
-        if isinstance(hooks, _InPass):  # of another module, or of a pass around this one, which puts back
+        if isinstance(hooks, _HooksInPass):  # of another module, or of a pass around this one, which puts back
             return hooks
-        ours = parameter._post_accumulate_grad_hooks = _InPass(hooks)
+        ours = parameter._post_accumulate_grad_hooks = _HooksInPass(hooks)
         self._changed.append(parameter)
         return ours
 
@@ -374,7 +374,7 @@ class PassHooks:
         """Put back the hooks of before."""
         for parameter in self._changed:
             ours = hooks_of(parameter)
-            if isinstance(ours, _InPass):
+            if isinstance(ours, _HooksInPass):
                 # Autograd keeps the dictionary if None takes its place, and would go on to call what is in it.
                 ours.clear()
                 parameter._post_accumulate_grad_hooks = ours.aside  # type: ignore[assignment]  # None: no hooks
@@ -384,7 +384,7 @@ class PassHooks:
 def users_hooks_of(parameter: Parameter) -> Sequence[Callable[[Parameter], None]]:
     """Return the hooks that users have registered on a parameter, also while a pass has put them aside."""
     hooks = hooks_of(parameter)
-    if isinstance(hooks, _InPass):
+    if isinstance(hooks, _HooksInPass):
         hooks = hooks.aside
     return [hook for key, hook in hooks.items() if key != _OUTLIVED] if hooks else ()
 

@@ -85,7 +85,7 @@ class Proposal(NamedTuple):
     """The new ones that any rank has a gradient of."""
 
 
-class _Agreed(NamedTuple):
+class _AgreedParameters(NamedTuple):
     """The parameters on which the ranks have agreed."""
 
     parameters: list[ManagedParameter]
@@ -96,7 +96,7 @@ class _Agreed(NamedTuple):
     by_id: dict[int, Parameter]
 
     @classmethod
-    def on(cls, parameters: list[ManagedParameter], trained: list[int]) -> "_Agreed":
+    def on(cls, parameters: list[ManagedParameter], trained: list[int]) -> "_AgreedParameters":
         tensors = [each.parameter for each in parameters]
         return cls(parameters, trained, tensors, {id(parameter): parameter for parameter in tensors})
 
@@ -127,11 +127,11 @@ class ParameterSet:
         self.added: Sequence[ManagedParameter] = ()
         """Parameters on this rank that the ranks have not agreed on yet."""
         managed = _managed(contents)
-        self._use(_Agreed.on(managed, [each.index for each in managed if each.parameter.requires_grad]))
-        self._next: _Agreed | None = None  # agreed on, but not in use yet
+        self._use(_AgreedParameters.on(managed, [each.index for each in managed if each.parameter.requires_grad]))
+        self._next: _AgreedParameters | None = None  # agreed on, but not in use yet
         self._structure = _Structure.of(selection)
 
-    def _use(self, agreed: _Agreed) -> None:
+    def _use(self, agreed: _AgreedParameters) -> None:
         self._agreed = self._complete = agreed  # the same, but for stand-ins
         self._retyped: list[int] = []
         self._layouts = Layouts([tensor for tensor in agreed.tensors if tensor.layout is torch.strided])
@@ -248,7 +248,7 @@ class ParameterSet:
             return False
         self._retyped = retyped
         members = [each.vacated() if each.is_retyped else each for each in complete]
-        self._agreed = _Agreed.on(members, self._complete.trained)
+        self._agreed = _AgreedParameters.on(members, self._complete.trained)
         return True
 
     def look_for_changes(self) -> bool:
@@ -313,7 +313,7 @@ class ParameterSet:
         """Agree on what all ranks have compared; it comes into use with :meth:`take_over`."""
         before = [(each.name, id(each.parameter)) for each in self.current]
         if proposal.new or [(each.name, id(each.parameter)) for each in proposal.parameters] != before:
-            self._next = _Agreed.on(proposal.parameters, proposal.trained)
+            self._next = _AgreedParameters.on(proposal.parameters, proposal.trained)
 
     def drop_gradients(self, kept: Sequence[KeptGradient] | None = None) -> None:
         """Let no parameter have a gradient, whether or not the ranks have agreed on it.

@@ -207,7 +207,7 @@ def sums_of(statuses: Sequence[Status]) -> Sums:
     return decode([sum(column) for column in zip(*map(ROW.encode, statuses, itertools.count()), strict=False)])
 
 
-class Report(NamedTuple):
+class RoundReport(NamedTuple):
     """What all ranks have reported in a round."""
 
     used: Sequence[bool] | None
@@ -242,7 +242,7 @@ class ReportLayout:
         with torch.inference_mode(False):
             self._alike = torch.zeros(start, dtype=dtype, device="cpu")
             self._ranks = torch.tensor(world, dtype=dtype, device="cpu")  # a multiplication by a float takes longer
-        self._known: tuple[bytearray | None, Report] = None, Report(None)
+        self._known: tuple[bytearray | None, RoundReport] = None, RoundReport(None)
 
     def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: Status) -> None:
         """Write this rank's row of ``numel`` elements, and zeros in the places of the buffers."""
@@ -263,18 +263,18 @@ class ReportLayout:
         if self.has_buffers:
             row[self.packed_buffers].zero_()
 
-    def read(self, row: Tensor) -> Report:
+    def read(self, row: Tensor) -> RoundReport:
         """Return the report in the sum over all ranks."""
         head = row if row.numel() == self.packed_buffers.start else row[: self.packed_buffers.start]
         head = head if head.is_cpu else head.cpu()
         if self._is_usual and torch.equal(head, self._alike):  # the usual case, in which one comparison is enough
             used = self._head[: self._parameters]
             if used != self._known[0]:
-                self._known = used, Report(None if 0 not in used else [bool(each) for each in used])
+                self._known = used, RoundReport(None if 0 not in used else [bool(each) for each in used])
             return self._known[1]
         said = head.tolist()
         used_by, late_on = said[: self._parameters], said[self._late : self._status]
-        report = Report(
+        report = RoundReport(
             used=[count > 0 for count in used_by] if 0 in used_by else None,
             late=[index for index, count in enumerate(late_on) if count] if any(late_on) else (),
         )

@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 from lockstep.distributed.comm.group_state import BATCHES_OF_A_LOOP
 from lockstep.distributed.comm.record import ranks_that_failed
-from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS, Called, Part, Report, Status, Sums
+from lockstep.distributed.reduction.report.status import (
+    MOST_STEPS,
+    UNKNOWN_STEPS,
+    Called,
+    Part,
+    RoundReport,
+    Status,
+    Sums,
+)
 from lockstep.errors import OptionError, PeerError
 
 NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
@@ -85,7 +93,7 @@ class Verdict(NamedTuple):
 _USUAL = Verdict(is_usual=True)
 
 
-def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Verdict:
+def judge(report: RoundReport, rank: int, ranks: Sequence[int], divisor: float) -> Verdict:
     """Return the verdict on a report.
 
     ``rank``: the group rank that reads it; ``ranks``: the names of all ranks in messages; ``divisor``: the number of
