@@ -74,7 +74,7 @@ def test_what_has_drifted_is_not_saved(change, tmp_path):
 
     first, *others = run_ranks(3, work)
     assert others == [first, first]
-    assert "nothing has been saved" in first
+    assert "Nothing has been saved" in first
     assert first.startswith(CHANGES[change])
 
 

@@ -1,14 +1,19 @@
 """What is looked at, and when; as plain functions."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from lockstep._base.digests import slice_digest
-from lockstep.distributed.reduction.module.optimizer_numbers import difference_in_numbers, numbers_of
+from lockstep.distributed.reduction.module import drift
+from lockstep.distributed.reduction.module.equal_values import Differences
+from lockstep.distributed.reduction.module.optimizer_numbers import SAME_NUMBERS, difference_in_numbers, numbers_of
 from lockstep.distributed.reduction.module.value_digests import MOST_APART, ROUNDS, Table, comparable_state
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def table(*sizes):
@@ -108,3 +113,21 @@ def test_state_is_compared_of_pytorch_s_own_optimizers():
         parameter.grad = torch.ones(3)
         optimizer.step()
         assert [name for name, _ in comparable_state(optimizer, parameter)] == names
+
+
+def causes():
+    """Return the causes that errors name."""
+    weights, states, buffers = ["parameter a", "parameter b"], ["exp_avg of parameter a in Adam"], ["buffer c"]
+    named = (weights, weights + states, weights[:1], states, buffers)
+    found = [Differences(names, 1, "", 2).cause for names in named]
+    return [*found, drift._LOCAL, drift._SINCE_REPLICATED, f"Numbers of an optimizer differ: {SAME_NUMBERS}"]
+
+
+def test_pages_name_causes_in_the_words_of_errors():
+    page = (DOCS / "distributed.md").read_text().replace("`", "")
+    for each in causes():
+        assert f"| {each.replace(': ', ' | ', 1)} |" in page
+    begins = [each.partition(":")[0] for each in causes()]
+    gallery = (DOCS / "gallery.md").read_text().partition("\n## Ranks that drift apart\n")[2].replace("`", "")
+    said = [row.strip("| ").split(" | ")[1] for row in gallery.splitlines() if row.startswith("| ")][1:]
+    assert [each for each in said if each not in begins and not each.startswith("optimizer SGD, group 0, lr: ")] == []

@@ -180,7 +180,9 @@ def _of_weights(said: str, comparison: Comparison, around: Surroundings) -> Find
     if not all(each.alike for each in comparison.differing):
         return Finding(
             "drift",
-            f"{said}, although the gradients are equal: something changes weights on each rank in its own way",
+            f"{said}, although the gradients are equal: the replicas drift apart. A number of the optimizer is "
+            "another one on some rank, something writes to weights on one rank alone, or an optimizer steps on "
+            "gradients of one rank alone",
         )
     first = _common([each.ratio for each in comparison.differing], max(1e-3, around.rounding))
     if first is not None:

@@ -103,8 +103,7 @@ class Ranks:
                 values,
                 optimizers,
                 self._collectives,
-                "nothing has been saved. One rank has changed it alone, or has stepped otherwise. "
-                "To save what the first rank has anyway, pass save(..., check=False)",
+                "Nothing has been saved; to save what the first rank has anyway, pass save(..., check=False)",
             )
 
     def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:

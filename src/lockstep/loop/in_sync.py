@@ -83,8 +83,6 @@ def check_in_sync(*objects: Module | Optimizer | Group, process_group: Group | N
         values,
         optimizers,
         collectives,
-        "something changed it on one rank only, such as an optimizer "
-        "step on gradients that were not synchronised, or with another learning rate, or a random number that "
-        "differs by rank. To leave out a tensor of which each rank has its own, such as a moving average, pass its "
-        "module to replicate(ignored_modules=[...])",
+        "To leave out a tensor of which each rank has its own, such as a moving average, pass its module to "
+        "replicate(ignored_modules=[...])",
     )

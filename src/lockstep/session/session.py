@@ -35,6 +35,7 @@ from lockstep.session.run_state import RunState
 from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
 from lockstep.session.step_counter import StepCounter
 from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
+from lockstep.session.values_at_end import ValuesAtEnd
 
 T = TypeVar("T")
 
@@ -129,6 +130,8 @@ class Session:
         self._decisions: Decisions | None = None
         self._state = RunState(self.group, self._watch.channel, options.timeout)
         self._collectives = Collectives(self.group, Phases())
+        channel = self._watch.channel
+        self._values = None if channel is None else ValuesAtEnd(channel, self._collectives)
         if self.world_size > 1:
             training_alone().session_begins(self._collectives)
         self._steps = StepCounter(self.progress, self._watch.enter)
@@ -322,14 +325,21 @@ class Session:
 
     def end(self, error: BaseException | None) -> None:
         """End the session: take everything down, in order."""
+        self._end_with(error, None)
+
+    def _end_block(self, error: BaseException | None) -> None:
+        """End the session with its block; if that has ended without an error on all ranks, compare replicas."""
+        self._end_with(error, self._values if error is None else None)
+
+    def _end_with(self, error: BaseException | None, values: ValuesAtEnd | None) -> None:
         try:
             self._state.end(error)
         except Exception as problem:  # of a save behind the training: every rank has it
-            self._end(problem)
+            self._end(problem, None)
             raise
-        self._end(error)
+        self._end(error, values)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, values: ValuesAtEnd | None) -> None:
         if error is None:
             self.progress.current_phase = Phase.TEAR_DOWN
         stopped = self._decisions is not None and self._decisions.should_stop
@@ -338,7 +348,7 @@ class Session:
         if self.world_size > 1:
             training_alone().session_ends(self._collectives, warns=error is None)
         try:
-            self._watch.end(error, self._release)
+            self._watch.end(error, self._release, values)
         except BaseException:
             self._state.close(remove=False)
             raise
@@ -367,6 +377,10 @@ class session:
     :class:`~lockstep.errors.PeerFailure`, which has that rank, its step and phase, and its traceback. The end of the
     block undoes all of this, also after an error.
 
+    If the block ends without an error on all ranks, the session compares the parameters of the modules that are
+    replicated over all of its ranks, and the numbers and the state of the optimizers that have stepped them, as
+    :func:`lockstep.save` does. That reads all of it once.
+
     If Ray, Lightning or the program has made the default process group already, the session uses it, and leaves it as
     it is. Then a ``backend`` or a ``device`` that differs from the group's is an error. The group keeps its time-out
     and interfaces; ``timeout`` is then the limit for the start and the end of the session only.
@@ -394,12 +408,14 @@ class session:
         stop_signals: The signals that make ``run.should_stop`` true. Schedulers can send SIGUSR1 or SIGUSR2 some time
             before the end of a job (``sbatch --signal=USR1@120``).
 
-    Communicates what a new process group takes, and what :func:`lockstep.watch` lists.
+    Communicates what a new process group takes, and what :func:`lockstep.watch` lists; at the end a digest of each
+    module and optimizer, outside of the group.
 
     Raises :class:`~lockstep.errors.OptionError` for an environment that contradicts itself,
     :class:`~lockstep.errors.DeviceError` for a device that this host does not have,
     :class:`~lockstep.errors.CommunicationError` if a rank does not join within the time-out, and
-    :class:`~lockstep.errors.PeerFailure` if a rank joins and fails.
+    :class:`~lockstep.errors.PeerFailure` if a rank joins and fails. At its end raises
+    :class:`~lockstep.errors.OutOfSyncError`, on every rank, if replicas have drifted apart.
 
     Example:
         >>> import lockstep
@@ -467,7 +483,7 @@ class session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         assert self._session is not None
         try:
-            self._session.end(error)
+            self._session._end_block(error)
         except BaseException as told:
             leave_out_own_frames(told)
             raise

@@ -52,6 +52,7 @@ from lockstep.failures.stall import FRAMES, StallLimits, StallWatch
 from lockstep.phases import Phases
 from lockstep.session.environment import LAUNCHERS
 from lockstep.session.step_counter import StepCounter
+from lockstep.session.values_at_end import ValuesAtEnd
 from lockstep.session.waits_of_rank import WaitsOfRank
 
 END_SECONDS = 600.0
@@ -231,34 +232,41 @@ class Watch:
         last = Finalize(None, end_of_program, exitpriority=0)
         self._resources.callback(forget)
 
-    def end(self, error: BaseException | None = None, release: Callable[[], object] = lambda: None) -> None:
+    def end(
+        self,
+        error: BaseException | None = None,
+        release: Callable[[], object] = lambda: None,
+        values: ValuesAtEnd | None = None,
+    ) -> None:
         """Tell the others how this rank ends, release the group by ``release``, wait for the others, and close.
 
         ``error`` is the exception that left the training, None if it is over. If another rank has failed, raises
         :class:`PeerFailure`, from the error if there is one. Without an error, waits for this rank's accelerator
-        first, and raises its error, if it has one.
+        first, and raises its error, if it has one. If all ranks end with ``values``, compares these.
         """
         if self._ended or self._process != os.getpid():
             return
         self._ended = True
-        broken = self._error_of_device() if error is None else None
+        broken = self._error_of_device(values) if error is None else None
         with self._resources:
-            self._leave(error or broken, release)
+            self._leave(error or broken, release, values)
         if broken is not None:
             raise broken
 
-    def _error_of_device(self) -> BaseException | None:
+    def _error_of_device(self, values: ValuesAtEnd | None) -> BaseException | None:
         """Return the error of this rank's accelerator, which shows when its work is done, after the last call of the
-        program."""
+        program, or when ``values`` are read."""
         try:
             wait_for_accelerator(self.check)
+            if values is not None:
+                values.tell()
         except PeerFailure:  # the channel knows it
             return None
         except BaseException as error:  # Ctrl-C, too
             return error
         return None
 
-    def _leave(self, error: BaseException | None, release: Callable[[], object]) -> None:
+    def _leave(self, error: BaseException | None, release: Callable[[], object], values: ValuesAtEnd | None) -> None:
         channel = self.channel
         if channel is None:
             self._release(release)
@@ -284,6 +292,8 @@ class Watch:
                     self._connections.shut_down()
                     self._connections.close()  # others may wait for this rank, which no longer takes part
                 channel.wait_for_others(self._timeout)
+            if values is not None and error is None:
+                values.check()
         finally:
             forget_watcher(channel)
             channel.close()

@@ -246,6 +246,7 @@ class RankState:
         if batch:  # batches are compared, so that a forward beside them is none that was skipped
             unused_forwards = 0
         stops, ends, weights = loops.asks_to_stop, loops.innermost.batch.ends, window.weights
+        self._drift.has_missed_steps |= part is Part.JOINED
         drift = self._drift.tell(number, known=self.steps.count != UNKNOWN_STEPS)
         return Status(
             round=number,

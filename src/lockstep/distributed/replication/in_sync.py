@@ -1,16 +1,21 @@
 """Compares modules and optimizers of all ranks: numbers of optimizers, parameters, buffers, and optimizers' state."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from lockstep._base.digests import Digests, text_digest
 from lockstep.distributed.comm.agreement import Line, all_gather_object, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.module.equal_values import compare
-from lockstep.distributed.reduction.module.optimizer_numbers import difference_in_numbers, numbers_of
-from lockstep.distributed.reduction.module.value_digests import comparable_state
+from lockstep.distributed.reduction.module.drift import DriftWatch
+from lockstep.distributed.reduction.module.equal_values import Gather, compare
+from lockstep.distributed.reduction.module.optimizer_numbers import SAME_NUMBERS, difference_in_numbers, numbers_of
+from lockstep.distributed.reduction.module.value_digests import comparable_state, told
 from lockstep.distributed.replication.replication import Replication, find_replication, own_names, replications
 from lockstep.errors import OutOfSyncError
 
@@ -48,20 +53,29 @@ def names_of_parameters(modules: Sequence[Module] = ()) -> dict[int, str]:
     return names | {id(each): name for module in modules for name, each in module.named_parameters()}
 
 
-def check_alike(values: Values, optimizers: Sequence[Optimizer], collectives: Collectives, advice: str) -> None:
+def check_alike(
+    values: Values,
+    optimizers: Sequence[Optimizer],
+    collectives: Collectives,
+    advice: str,
+    *,
+    gather: Gather | None = None,
+) -> None:
     """Raise :class:`OutOfSyncError`, on every rank, if a number of an optimizer or a value differs between ranks.
 
-    Communicates what :func:`all_gather_object` does, twice, and once more if there is a difference.
+    Communicates what :func:`all_gather_object`, or ``gather`` in its place, does, twice, and once more if there is a
+    difference.
     """
+    gather = gather or partial(all_gather_object, collectives=collectives)
     lines = [line for each in optimizers for line in numbers_of(each, lambda group: True).lines()]
     if optimizers:
-        rows = all_gather_object(lines, "numbers of optimizers", collectives)
+        rows = gather(lines, "numbers of optimizers")
         told_by = {rank: dict(map(tuple, row)) for rank, row in zip(collectives.global_ranks, rows, strict=True)}
         if difference := difference_in_numbers(told_by):
-            raise OutOfSyncError(f"{difference}. {advice}")
-    found = compare(values, collectives)
+            raise OutOfSyncError(f"{difference}, so the replicas drift apart. {SAME_NUMBERS}. {advice}")
+    found = compare(values, collectives, gather=gather)
     if found is not None:
-        raise OutOfSyncError(f"{found}; {advice}")
+        raise OutOfSyncError(f"{found}. {found.cause}. {advice}")
 
 
 def check_same_layouts(values: Values, collectives: Collectives, what: str) -> None:
@@ -90,6 +104,51 @@ def compared_in_save(objects: Mapping[str, object], ranks: int) -> tuple[Values,
             optimizers.append(each)
             values += state_of(each, names)
     return values, optimizers
+
+
+class Part(NamedTuple):
+    """What is compared at once at the end of a session: the parameters of a module, or an optimizer that steps them."""
+
+    key: int
+    """The same for parts of the same names, shapes and dtypes."""
+    watch: DriftWatch
+    """Of its module."""
+    values: Values
+    optimizers: list[Optimizer]
+
+    def digest(self) -> int:
+        """Return a digest of its values and numbers; on an accelerator, waits for it."""
+        lines = [numbers_of(each, lambda group: True).lines() for each in self.optimizers]
+        values = Digests([tensor for _, tensor in self.values]).digest(torch.device("cpu"))
+        return told([lines, [name for name, _ in self.values], int(values)])
+
+
+def parts_at_end(ranks: int) -> list[Part]:
+    """Return what is to be alike on so many ranks at the end of their session, module by module.
+
+    That is what :func:`compared_in_save` would return of all replicated modules and of the optimizers that have stepped
+    them, but for what nothing has to be made equal again: a module's values if the last steps were on gradients of one
+    rank alone, and what optimizers keep if ranks have made different numbers of steps.
+    """
+    parts: list[Part] = []
+    for each in replications():
+        watch = each.drift
+        if watch is None or not _is_compared(each, ranks) or (watch.has_local_steps and watch.is_first):
+            continue
+        if each.started is None or not each.started.is_alive:  # of an earlier session
+            continue
+        table = watch.table
+        lines = [(name, describe_tensor(p, layout=False)) for name, p in zip(table.names, table.tensors, strict=True)]
+        names = {id(p): name for name, p in zip(table.names, table.tensors, strict=True)}
+        if any(p.is_meta for p in table.tensors):  # given away
+            continue
+        key = text_digest(repr(lines))
+        parts.append(Part(key, watch, [(f"parameter {names[id(p)]}", p) for p in table.tensors], []))
+        for optimizer in () if watch.has_local_steps or watch.has_missed_steps else watch.optimizers:
+            own = [names.get(id(p)) for p in _parameters(optimizer)]
+            what = text_digest(repr([key, type(optimizer).__name__, own]))
+            parts.append(Part(what, watch, state_of(optimizer, names), [optimizer]))
+    return parts
 
 
 def _is_compared(replication: Replication, ranks: int) -> bool:

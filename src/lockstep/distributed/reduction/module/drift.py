@@ -35,6 +35,7 @@ from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.module.equal_values import compare
 from lockstep.distributed.reduction.module.optimizer_numbers import (
+    SAME_NUMBERS,
     Group,
     Known,
     difference_in_numbers,
@@ -105,11 +106,14 @@ class DriftWatch:
         self._is_under_way = False  # what it was to tell has not arrived on the host
         self._told_steps: list[tuple[_Steps, Known]] = []
         self._number = 0  # of the round in which it told that
-        self._is_first = True  # until all values have been compared after a step
+        self.is_first = True
+        """True until all values have been compared after a step that has had the same gradients on all ranks."""
         self._alike: dict[int, int] = {-1: 0}  # the last round after which each slice (-1: all) was alike
         self._local_since: int | None = None  # collectives begun before a pass that did not synchronise
         self.has_local_steps = False
         """True if an optimizer has stepped on gradients of this rank alone."""
+        self.has_missed_steps = False
+        """True if this rank has run out of batches in ``Join``: its optimizers have made less steps."""
         if self.compares:
             observe_steps(self)
 
@@ -117,6 +121,16 @@ class DriftWatch:
         """Watch no longer."""
         self.compares = False
         stop_observing(self)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that have stepped the module's parameters."""
+        return list(self._optimizers)
+
+    @property
+    def alike_after(self) -> int:
+        """The last round after which all slices are known to have been alike; 0 if that is not known of any."""
+        return min((self._alike.get(each, self._alike[-1]) for each in range(len(self.table.slices))), default=0)
 
     # ------------------------------------------------------------------------------------ steps of optimizers
 
@@ -174,9 +188,9 @@ class DriftWatch:
         ended[id(optimizer)] = steps, known
         look = self._looks.get(round_)
         if look is None:
-            if not (self._is_first or self.table.due(round_)):
+            if not (self.is_first or self.table.due(round_)):
                 return
-            look = self._looks[round_] = Look(self.table, round_, self._is_first)
+            look = self._looks[round_] = Look(self.table, round_, self.is_first)
         if look.concerns(optimizer) and not is_captured(self.table):
             optimizers = [each for some, _ in ended.values() if (each := some.optimizer()) is not None]
             own = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -210,7 +224,7 @@ class DriftWatch:
     def note_local_step(self) -> bool:
         """Note that an optimizer steps on gradients of this rank alone; return True unless the program has communicated
         by itself since the pass that brought them, perhaps to sum them."""
-        self.has_local_steps = self._is_first = True
+        self.has_local_steps = self.is_first = True
         return self._local_since is None or self._local_since == self._collectives.program_begun()
 
     # -------------------------------------------------------------------------------------------- rounds
@@ -245,7 +259,7 @@ class DriftWatch:
         look = self._told_look
         if look is not None and self._told.values and not some_told:
             if look.whole:
-                self._is_first, self._alike = False, {-1: look.round}
+                self.is_first, self._alike = False, {-1: look.round}
             elif look.numbers:
                 self._alike[look.numbers.start] = look.round
         elif self._late < MOST_LATE and (self._is_under_way or (some_told and self.table.is_on_accelerator)):
@@ -288,9 +302,8 @@ class DriftWatch:
         told_by = {ranks[rank]: dict(map(tuple, rows[rank][2])) for rank in present if rows[rank][2]}
         if difference := difference_in_numbers(told_by):
             raise OutOfSyncError(
-                f"{difference} (after step {number - 1}), so the replicas drift apart. Let every rank do the same: "
-                "step a scheduler on all ranks and give it the same number (lockstep.mean() of the loss), load the "
-                "optimizer's state on all ranks. No gradient has been handed out"
+                f"{difference} (after step {number - 1}), so the replicas drift apart. {SAME_NUMBERS}. No gradient has "
+                "been handed out"
             )
         look = self._told_look
         found = compare(self.everything(state=not has_local), collectives, present)
@@ -312,7 +325,7 @@ _LOCAL = (
     "set_requires_gradient_sync(False)"
 )
 _SINCE_REPLICATED = (
-    "One rank has loaded a checkpoint, or initialised weights with its own seed, after the module was replicated; or "
-    "forward has chosen weights by its first batch, of which each rank has its own: run one forward on the same batch "
-    "on every rank before"
+    "Weights differ since replicate(): one rank has loaded a checkpoint, or initialised weights with its own seed, "
+    "after it; or forward has chosen weights by its first batch, of which each rank has its own: run one forward on "
+    "the same batch on every rank before"
 )

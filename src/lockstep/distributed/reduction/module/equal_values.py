@@ -1,7 +1,8 @@
 """Compares the values of parameters and buffers, and of what optimizers keep of them, between ranks."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -56,12 +57,15 @@ class Differences(NamedTuple):
     @property
     def cause(self) -> str:
         """The usual causes of such differences, by what differs."""
-        own = sum(name.startswith("parameter ") for name in self.names)
+        own, buffers = (sum(name.startswith(kind) for name in self.names) for kind in ("parameter ", "buffer "))
+        if buffers and not own:
+            return "Buffers differ: something writes to them on one rank alone, or its forwards were other ones"
         if not own:
             return "The optimizer's state alone differs: one rank has loaded it, or changed it; do so on all ranks"
         if own < self.parameters:
-            return "Something writes to these parameters on one rank alone, or steps them with gradients of its own"
-        if own < len(self.names):
+            alone = "something writes to them on one rank alone, or steps them with gradients of its own"
+            return f"Some weights differ: {alone}"
+        if own + buffers < len(self.names):
             return (
                 "Weights and the optimizer's state differ: steps have used other gradients on some rank (clipped or "
                 "set there alone, a GradScaler with another scale), or one rank has loaded a checkpoint"
@@ -72,22 +76,30 @@ class Differences(NamedTuple):
         )
 
 
+Gather = Callable[[Any, str], list[Any]]
+"""A function that returns the values of all ranks, as :func:`all_gather_object` does."""
+
+
 def compare(
-    named: Sequence[tuple[str, Tensor]], collectives: Collectives, present: Sequence[int] | None = None
+    named: Sequence[tuple[str, Tensor]],
+    collectives: Collectives,
+    present: Sequence[int] | None = None,
+    gather: Gather | None = None,
 ) -> Differences | None:
     """Compare tensors by their bits on the ranks that are ``present`` in the group, or all; return what differs, the
     same on all ranks.
 
-    Communicates what :func:`all_gather_object` does, twice if there is a difference.
+    Communicates what :func:`all_gather_object`, or ``gather`` in its place, does, twice if there is a difference.
     """
+    gather = gather or partial(all_gather_object, collectives=collectives)
     present = range(collectives.world) if present is None else present
     digests = Digests([tensor for _, tensor in named])
     whole = [text_digest(repr([name for name, _ in named])), int(digests.digest(collectives.device))]
-    rows = all_gather_object(whole, "digest of all values", collectives)
+    rows = gather(whole, "digest of all values")
     if first_differing([rows[rank] for rank in present]) is None:
         return None
     own = {name: digest for (name, _), digest in zip(named, digests.each(), strict=True)}
-    each_of = all_gather_object(own, "digests of values", collectives)
+    each_of = gather(own, "digests of values")
     names = dict.fromkeys(name for rank in present for name in each_of[rank])
     differing = [name for name in names if len({each_of[rank].get(name) for rank in present}) > 1]
     having: dict[int | None, list[int]] = {}

@@ -17,6 +17,11 @@ _NOT_OF_STEPS = frozenset(
         *("base_lr", "base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"),  # a scheduler's own
     )
 )
+SAME_NUMBERS = (
+    "Let every rank do the same: step a scheduler on all ranks and give it the same number (lockstep.mean() of the "
+    "loss), load the optimizer's state on all ranks"
+)
+"""What to do about numbers that differ."""
 
 
 class Numbers(NamedTuple):
