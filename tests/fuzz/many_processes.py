@@ -9,7 +9,8 @@ Every rank is a thread and runs every line. Each also keeps one plain copy of th
 in which the same line is done with that rank's part of it; what a synchronising backward does to gradients and buffers
 is a few lines of arithmetic over those copies. After each line, a rank's replicated module must equal its plain copy.
 In lines that are wrong on purpose - ranks that differ, that fail, that run another backward - every rank must raise an
-error that says so, and go on with the next line.
+error that says so, and go on with the next line. Where a step makes the values of ranks differ, the program ends: then
+training must raise an ``OutOfSyncError``, by name.
 
 ``play(world, backend, program)`` runs one; ``find_failure`` draws programs until one fails and makes it shorter.
 """
@@ -36,7 +37,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import CommunicationError, LockstepError
+from lockstep.errors import CommunicationError, LockstepError, OutOfSyncError
 from lockstep.sharding import full_state_dict, shard_optimizer
 from processes import run_processes
 from threaded import new_gloo_group, run_ranks
@@ -44,6 +45,7 @@ from threaded import new_gloo_group, run_ranks
 WIDTH = 3
 GROUP_TIMEOUT, RUN_TIMEOUT = 5, 60
 """Seconds that ranks wait for each other, and that a program may take: with up to four ranks (:func:`longer`)."""
+DRIFT_STEPS = 300  # one slice is looked at within 256 rounds, on accelerators up to 16 rounds later
 SHORTEN_SECONDS = 60  # within the limit of a test, with a program that does not end before and after it
 
 
@@ -958,6 +960,37 @@ class Use:
             if ranks is None or r in ranks:
                 nets[module].shift = nets[module].shift + by
 
+    # ---------------------------------------------------------------------------------------- drift
+
+    @property
+    def has_drifted(self) -> bool:
+        """True if ranks have other values, as after a step with a gradient that some of them have dropped."""
+        first, *others = ([p for net in refs for p in net.parameters()] for refs in self.refs)
+        return any(not torch.equal(p, q) for other in others for p, q in zip(first, other, strict=True))
+
+    def go_on(self) -> None:
+        """Train modules that have drifted apart: all ranks must hear of it, by name. With a communication hook of the
+        program they do not, as it may give each rank another gradient."""
+        if self.setting.comm_hook:
+            return
+        numbers = range(self.setting.modules)
+        self.zero(True)
+        said = ""
+        for seed in range(DRIFT_STEPS):
+            try:
+                self._loss([F(seed, (0, 1, 2), number) for number in numbers]).backward()
+            except OutOfSyncError as error:
+                said = str(error)
+                break
+            _sgd(self.mine)
+            self.zero(True)
+        apart = set()
+        for number in numbers:
+            named = [dict(refs[number].named_parameters()) for refs in self.refs]
+            apart |= {name for name, p in named[0].items() if any(not torch.equal(p, each[name]) for each in named)}
+        assert said, f"ranks have drifted apart, and nothing was raised in {DRIFT_STEPS} steps"
+        assert any(f"parameter {name} is out of sync" in said for name in apart), f"{said}, not {apart}"
+
     # --------------------------------------------------------------------------------------- checks
 
     def check(self) -> None:
@@ -1051,12 +1084,16 @@ def _play(rank: Any, board: Board | GroupBoard | None, program: str, setting: Se
         try:
             eval(line.strip(), {"F": F, "use": use})  # a program of our own making
             use.check()
+            if use.has_drifted:
+                use.go_on()
         except Exception as error:
             wrong = f"{type(error).__name__}: {str(error)[:1000]} {_where(error)}"
         said = board.exchange(rank.rank, wrong)
         if any(said):  # all ranks stop here: none waits for another in vain
             text = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text)
             raise AssertionError(f"in line {number + 1}, {line.strip()}\n{text}")
+        if use.has_drifted:
+            return
 
 
 def _where(error: BaseException) -> str:

@@ -4,7 +4,9 @@ import os
 
 import pytest
 
-from fuzz.many_processes import HARMLESS, draw, find_failure
+from fuzz import many_processes
+from fuzz.many_processes import HARMLESS, Setting, draw, find_failure, play
+from lockstep.distributed.reduction.module.drift import DriftWatch
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in HARMLESS]
 
@@ -17,6 +19,27 @@ def test_short_programs_are_right_or_refused_by_name(seeds):
     for each in seeds:
         failure = find_failure(each, length=5)
         assert failure is None, str(failure)
+
+
+DRIFT = """
+use.backward([[F(1, (0, 1, 2))], [F(2, (0, 1))]])
+use.step()
+use.drop_grad(0, 2, [1])
+use.backward([[F(3, (0,))], [F(4, (0,))]])
+use.step()
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_program_whose_ranks_drift_apart_is_named(backend):
+    play(DRIFT, Setting(2, backend))
+
+
+def test_it_is_an_error_if_nothing_is_raised(monkeypatch):
+    monkeypatch.setattr(DriftWatch, "compares", property(lambda watch: False, lambda watch, value: None), raising=False)
+    monkeypatch.setattr(many_processes, "DRIFT_STEPS", 3)
+    with pytest.raises(AssertionError, match="have drifted apart, and nothing was raised in 3 steps"):
+        play(DRIFT, Setting(2))
 
 
 def test_short_programs_on_accelerators(sim):
