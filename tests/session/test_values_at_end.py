@@ -102,8 +102,8 @@ def with_shares(run):
 
 
 DRIFT = {
-    weight: ("parameter 1.weight is out of sync: digest ", "between step 1 and the end of the session, after step 3. "),
-    rate: ("optimizer AdamW, group 0, lr: 0.1 on rank 0, 0.05 on rank 1, so ", "the end of the session, after step 3."),
+    weight: ("parameter 1.weight is out of sync: digest ", "between step 1 and the end of the session, after step 3"),
+    rate: ("optimizer AdamW, group 0, lr: 0.1 on rank 0, 0.05 on rank 1, so ", "the end of the session, after step 3"),
     state: ("exp_avg of parameter 0.bias in AdamW is out of sync: digest ", "The optimizer's state alone differs"),
     last_step_clipped: ("parameter 0.weight is out of sync: digest ", "Weights and the optimizer's state differ"),
     never_trained: ("parameter 0.weight is out of sync: digest ", "between replicate() and the end of the session"),
@@ -128,6 +128,13 @@ def stopped(run):
 def saved(run):
     training = Training(run).train()
     lockstep.check_in_sync(training.net, training.optimizer)
+    return training
+
+
+def best_for_a_last_test(run):
+    training = Training(run).train()
+    if run.is_main:
+        training.net.load_state_dict({name: each + 1 for name, each in training.net.state_dict().items()})
     return training
 
 
@@ -192,7 +199,18 @@ def nothing(run):
 
 
 RIGHT = [
-    *(plain, stopped, saved, values_of_each_rank, ignored, sharded, joined, local_steps, gone_on_one_rank),
+    *(
+        plain,
+        stopped,
+        saved,
+        best_for_a_last_test,
+        values_of_each_rank,
+        ignored,
+        sharded,
+        joined,
+        local_steps,
+        gone_on_one_rank,
+    ),
     *(converted_on_one_rank, buffer, nothing),
 ]
 

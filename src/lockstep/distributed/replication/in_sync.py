@@ -128,12 +128,15 @@ def parts_at_end(ranks: int) -> list[Part]:
 
     That is what :func:`compared_in_save` would return of all replicated modules and of the optimizers that have stepped
     them, but for what nothing has to be made equal again: a module's values if the last steps were on gradients of one
-    rank alone, and what optimizers keep if ranks have made different numbers of steps.
+    rank alone, or this rank has written to them since, and what optimizers keep if ranks have made different numbers of
+    steps.
     """
     parts: list[Part] = []
     for each in replications():
         watch = each.drift
         if watch is None or not _is_compared(each, ranks) or (watch.has_local_steps and watch.is_first):
+            continue
+        if watch.is_written_since_step:
             continue
         if each.started is None or not each.started.is_alive:  # of an earlier session
             continue

@@ -109,6 +109,7 @@ class DriftWatch:
         self.is_first = True
         """True until all values have been compared after a step that has had the same gradients on all ranks."""
         self._alike: dict[int, int] = {-1: 0}  # the last round after which each slice (-1: all) was alike
+        self._written: int | None = None  # of the first parameter, after the last step
         self._local_since: int | None = None  # collectives begun before a pass that did not synchronise
         self.has_local_steps = False
         """True if an optimizer has stepped on gradients of this rank alone."""
@@ -126,6 +127,12 @@ class DriftWatch:
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that have stepped the module's parameters."""
         return list(self._optimizers)
+
+    @property
+    def is_written_since_step(self) -> bool:
+        """True if the program has written to the module after its last step, as to test another checkpoint: seen at its
+        first parameter."""
+        return self._written not in (None, self.table.writes)
 
     @property
     def alike_after(self) -> int:
@@ -186,6 +193,7 @@ class DriftWatch:
                 return
         ended.pop(id(optimizer), None)
         ended[id(optimizer)] = steps, known
+        self._written = self.table.writes
         look = self._looks.get(round_)
         if look is None:
             if not (self.is_first or self.table.due(round_)):

@@ -71,6 +71,11 @@ class Table:
         self.at_once = -(-count * self.apart // ROUNDS)
         self.is_on_accelerator = any(is_accelerator(part.device) for parts in inner for part in parts)
 
+    @property
+    def writes(self) -> int:
+        """How often the first tensor has been written to; 0 without tensors."""
+        return self.tensors[0]._version if self.tensors else 0
+
     def due(self, round_: int) -> range:
         """Return the numbers of the slices to be looked at after a round."""
         if round_ % self.apart or not self.slices:
