@@ -21,6 +21,9 @@ Where it is "ipv6", the hosts have no other addresses than those of IPv6.
 """
 
 
+WIRES = str(Path(__file__).with_name("wire.py"))
+
+
 def missing(commands: tuple[str, ...] = ("ip", "unshare")) -> str:
     """Return what this machine lacks for simulated hosts; empty if nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
@@ -37,23 +40,42 @@ def missing(commands: tuple[str, ...] = ("ip", "unshare")) -> str:
 class Hosts:
     """Some hosts, from when they are made to :meth:`close`, which ends all processes on them."""
 
-    def __init__(self, count: int, names: str = "good") -> None:
+    def __init__(self, count: int, names: str = "good", delay: float | None = None) -> None:
+        """With ``delay`` each packet takes so many seconds to another host: no link of these can fail, or be slow."""
         self.count, self._names = count, names
         self._prefix = f"lockstep-{os.getpid()}-"
         self._started: list[subprocess.Popen[bytes]] = []
         _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for host in range(count):
+            _ip("netns", "add", self._space(host))
+        if delay is None:
+            self._join_by_switch()
+        else:
+            self._join_by_wires(delay)
+        bits, more = ("64", ("nodad",)) if names == "ipv6" else ("24", ())
         for host in range(count):
             space = self._space(host)
-            _ip("netns", "add", space)
-            _ip("-n", self._switch, "link", "add", f"to{host}", "type", "veth", "peer", "name", "eth0", "netns", space)
-            _ip("-n", self._switch, "link", "set", f"to{host}", "master", "switch", "up")
-            bits, more = ("64", ("nodad",)) if names == "ipv6" else ("24", ())
             _ip("-n", space, "address", "add", f"{self.address(host)}/{bits}", "dev", "eth0", *more)
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
             self._write_names(host)
+
+    def _join_by_switch(self) -> None:
+        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for host in range(self.count):
+            peer = ("peer", "name", "eth0", "netns", self._space(host))
+            _ip("-n", self._switch, "link", "add", f"to{host}", "type", "veth", *peer)
+            _ip("-n", self._switch, "link", "set", f"to{host}", "master", "switch", "up")
+
+    def _join_by_wires(self, delay: float) -> None:
+        ends = [f"{self.address(host)}={self._space(host)}" for host in range(self.count)]
+        wires = subprocess.Popen([sys.executable, WIRES, str(delay), *ends], stdout=subprocess.PIPE)
+        self._started.append(wires)
+        self._wires = wires
+        assert wires.stdout is not None
+        if wires.stdout.readline() != b"ready\n":
+            raise RuntimeError("there are no wires with a delay: they need /dev/net/tun")
 
     def close(self) -> None:
         """End all processes on the hosts, and take the hosts down."""
@@ -62,6 +84,7 @@ class Hosts:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
         for process in self._started:
+            process.kill()
             process.wait()
         for host in range(self.count):
             _ip("netns", "del", self._space(host))
@@ -92,6 +115,16 @@ class Hosts:
             )
         self._started.append(process)
         return process
+
+    def trips(self) -> dict[str, int]:
+        """End the wires; return the trips that they had counted on a host when it sent a mark, by the text of the mark:
+        two for each round trip that something had to wait for. If hosts have sent the same mark, the most of them."""
+        self._wires.terminate()
+        said, _ = self._wires.communicate()
+        found: dict[str, int] = {}
+        for text, count in (line.rsplit(" ", 1) for line in said.decode().splitlines()):
+            found[text] = max(int(count), found.get(text, 0))
+        return found
 
     # ------------------------------------------------------------------------------ what can happen
 
