@@ -10,13 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import lockstep
-from lockstep._base.store import BoundedStore, StoreLostError, bounded, own_connection
+from lockstep._base.store import BoundedStore, FetchedAddresses, StoreLostError, bounded, own_connection
 
 SOURCE = Path(lockstep.__file__).parent
 METHODS = {name for name in dir(dist.Store) if not name.startswith("_")} - {"clone", "set_timeout"}
@@ -45,6 +48,63 @@ def test_values_of_a_store_that_gives_one_at_a_time(tmp_path):
     for key in "abc":
         store.set(key, key * 2)
     assert store.get_all(["c", "a"]) == ["cc", "aa"]
+
+
+class Counted(dist.Store):
+    """Stands for a store that is far: the requests that it gets."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.values = {f"0/{rank}": b"\xff %d" % rank for rank in ranks}
+        self.asked = []
+
+    def set(self, key, value):
+        self.asked.append(("set", key))
+        self.values[key] = value
+
+    def wait(self, keys, timeout=None):
+        self.asked.append(("wait", *keys))
+
+    def get(self, key):
+        self.asked.append(("get", key))
+        return self.values[key]
+
+
+def test_the_addresses_of_all_ranks_are_fetched_once():
+    far = Counted([0, 2])
+    near = FetchedAddresses(far, 3)
+    near.set("0/1", b"\xff 1")
+    for _ in range(2):
+        for rank in range(3):
+            near.wait([f"0/{rank}"], timedelta(seconds=5))
+            assert near.get(f"0/{rank}") == b"\xff %d" % rank
+    assert far.asked == [("set", "0/1"), ("wait", "0/0", "0/2"), ("get", "0/0"), ("get", "0/2")]
+
+
+@pytest.mark.parametrize("is_only_reader", [True, False])
+def test_values_are_waited_for(is_only_reader):
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    there, later = (dist.TCPStore("127.0.0.1", tcp.port, timeout=timedelta(seconds=30)) for _ in range(2))
+    with closing(BoundedStore(there, 30)) as store:
+        assert store.wait_for([], 0.1, is_only_reader=is_only_reader) == []
+        assert store.wait_for(["a"], 0.1, is_only_reader=is_only_reader) is None
+        with ThreadPoolExecutor() as pool:
+            waits = pool.submit(store.wait_for, ["b"], 30, is_only_reader=is_only_reader)
+            later.set("b", "value")
+            assert waits.result(30) == ["value"]
+        assert store.wait_for(["b"], 0.1, is_only_reader=is_only_reader) == ["value"]
+
+
+def test_several_readers_of_a_value_that_comes_later():
+    """To read it before it is there wakes those that wait for it, with nothing."""
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    stores = [dist.TCPStore("127.0.0.1", tcp.port, timeout=timedelta(seconds=30)) for _ in range(4)]
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        readers = [stack.enter_context(closing(BoundedStore(each, 30))) for each in stores[1:]]
+        for number in range(20):
+            waits = [pool.submit(each.wait_for, [f"{number}"], 30) for each in readers]
+            stores[0].set(f"{number}", "value")
+            assert [each.result(30) for each in waits] == [["value"]] * 3
 
 
 def test_no_store_is_called_without_a_limit():

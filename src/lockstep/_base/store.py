@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -125,6 +125,20 @@ class BoundedStore:
 
         return self._call(wait, seconds + min(self._seconds, ANSWER_SECONDS))
 
+    def wait_for(self, keys: Sequence[str], seconds: float, *, is_only_reader: bool = False) -> list[str] | None:
+        """Return the values as soon as all keys have one, or None after some seconds; do not call it again after that.
+
+        It is quicker where this process ``is_only_reader`` of these keys, as in a group of two.
+        """
+
+        def wait_for(store: Any) -> list[str] | None:
+            try:
+                return list(map(_text, _wait_for(store, list(keys), timedelta(seconds=seconds), is_only_reader)))
+            except RuntimeError:
+                return list(map(_text, map(store.get, keys))) if store.check(list(keys)) else None
+
+        return self._call(wait_for, seconds + min(self._seconds, ANSWER_SECONDS))
+
     def look(self, key: str, found: Callable[[str], object]) -> None:
         """Call ``found`` with the value of a key, on another thread, if it exists; does not wait for the store.
 
@@ -162,6 +176,41 @@ class BoundedStore:
         except RuntimeError as error:
             raise _failed(error) from error
         return result
+
+
+class FetchedAddresses(Store):
+    """A store at which the ranks of one Gloo group meet: it reads what all of them have written with one request.
+
+    Gloo reads it rank by rank, its own too, with three requests each, one after the other: where the store's host is
+    far, that is most of what it takes to connect. The keys of the ranks end with their numbers. Refer to this object as
+    long as Gloo uses it.
+    """
+
+    def __init__(self, store: Any, size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._size = size
+        self._fetched: dict[str, Any] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a value."""
+        self._fetched[key] = value
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ranks have written theirs; raises what the store does after the time-out."""
+        for key in keys:
+            if key not in self._fetched:
+                place = key.removesuffix(key.rpartition("/")[2])
+                wanted = [each for rank in range(self._size) if (each := f"{place}{rank}") not in self._fetched]
+                found = _wait_for(self._store, wanted, timeout, self._size == 2)
+                self._fetched |= zip(wanted, found, strict=True)
+
+    def get(self, key: str) -> bytes:
+        """Return a value that has been waited for."""
+        self.wait([key])
+        value: bytes = self._fetched[key]
+        return value
 
 
 def own_connection(store: Any, timeout: float) -> Any:
@@ -281,12 +330,35 @@ def _innermost(store: Any) -> Any:
 
 
 def _read(store: Any, key: str) -> str | None:
+    """Return the value of a key as text, or None."""
+    value = _read_bytes(store, key)
+    return None if value is None else _text(value)
+
+
+def _read_bytes(store: Any, key: str) -> bytes | str | None:
     """Return the value of a key, or None. A ``TCPStore`` is asked once: its ``get`` waits first, with another question,
     which takes as long as the first where its host is far."""
     if isinstance(_innermost(store), TCPStore):
-        text = _text(store.compare_set(key, _NOT_THERE, _NOT_THERE))  # what is expected, if there is nothing
-        return None if text == _NOT_THERE else text
-    return _text(store.get(key)) if store.check([key]) else None
+        value: bytes | str = store.compare_set(key, _NOT_THERE, _NOT_THERE)  # what is expected, if there is nothing
+        return None if value in (_NOT_THERE, _NOT_THERE.encode()) else value
+    return store.get(key) if store.check([key]) else None
+
+
+def _wait_for(store: Any, keys: list[str], timeout: timedelta | None, is_only_reader: bool) -> list[bytes | str]:
+    """Return the values of a plain store as soon as all keys have one; raises what the store does after the time-out.
+
+    Every request takes a round trip to the store's host. A single value is mostly there already: to read it is one. But
+    to read what is not there lets a ``TCPStore`` tell those that wait for it that it is, so there must be no others. A
+    ``TCPStore`` that is asked for values waits for them, which is two; so it is asked to wait before only where it
+    would wait for too long.
+    """
+    if is_only_reader and len(keys) == 1 and (value := _read_bytes(store, keys[0])) is not None:
+        return [value]
+    if not keys:
+        return []
+    if timeout is not None and not (store.has_extended_api() and store.timeout <= timeout):
+        store.wait(keys, timeout)
+    return store.multi_get(keys) if store.has_extended_api() else list(map(store.get, keys))
 
 
 _NOT_THERE = "lockstep: no value"

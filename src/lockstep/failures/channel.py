@@ -155,8 +155,15 @@ class FailureChannel:
             except StoreLostError as error:
                 raise store_lost(self.rank, world, error) from error
             stack.callback(meeting.close)
+            heard: list[Failure] = []
+
+            def check_log() -> None:
+                if heard:
+                    raise ToldError(heard[0])
+                self._log.look(heard.append)  # which may take longer than all else here: do not wait for it
+
             try:
-                return meeting.connect(timeout, self._check_log)
+                return meeting.connect(timeout, check_log)
             except (NotMetError, StoreLostError, ToldError) as error:
                 failure = self.failure = self._note_in_log(error)
                 self._known.set()
@@ -462,13 +469,6 @@ class FailureChannel:
     def _look(self) -> None:
         if not self._known.is_set():
             self._log.look(lambda first: self._learn(first, first))
-
-    def _check_log(self) -> None:
-        """Raise :class:`ToldError` if a rank has failed already; called while the ranks meet."""
-        with contextlib.suppress(StoreLostError):
-            self._log.read()
-        if self._log.first is not None:
-            raise ToldError(self._log.first)
 
     def _learn(self, told: Failure, first: Failure) -> None:
         """Record a failure that this rank was told of, and the first one, from which all others may follow."""

@@ -234,6 +234,8 @@ class Meeting:
         """
         deadline = time.monotonic() + timeout
         while self._following is None or self._preceding is None:
+            if self._listener is None:
+                self._listen()  # before it connects, which takes time where the next rank is far
             self._following = self._following or self._connect_to_next()
             self._preceding = self._preceding or self._accept_previous()
             if self._following is None or self._preceding is None:

@@ -128,7 +128,7 @@ def choose_backend(device: torch.device) -> str:
 # ----------------------------------------------------------------------------------- options that have to be the same
 
 
-def check_same_options(options: Mapping[str, Any], rank: int, store: Any) -> None:
+def check_same_options(options: Mapping[str, Any], rank: int, world: int, store: Any) -> None:
     """Raise :class:`AgreementError` if this rank has other options than rank 0.
 
     This rank has then failed, and all others hear of it. Communicates one value through the store.
@@ -139,11 +139,12 @@ def check_same_options(options: Mapping[str, Any], rank: int, store: Any) -> Non
         if rank == 0:
             bounded_store.set(key, json.dumps(own))
             return
-        if not bounded_store.wait([key], timeout):
+        told = bounded_store.wait_for([key], timeout, is_only_reader=world == 2)
+        if told is None:
             raise CommunicationError(
                 f"rank {rank}: rank 0 has not told its options within {timeout:g} s; look at what it is doing"
             )
-        of_rank_0 = json.loads(bounded_store.get(key))
+        of_rank_0 = json.loads(told[0])
     for name, theirs in of_rank_0.items():
         if own.get(name) != theirs:
             raise AgreementError(
@@ -213,7 +214,8 @@ def join(
         _choose_interface(channel)
 
         def make_group() -> None:
-            check_same_options(asdict(options) | {"backend": backend}, environment.rank, store)
+            own = asdict(options) | {"backend": backend}
+            check_same_options(own, environment.rank, environment.world_size, store)
             _make_group(backend, store, environment, limit)
 
         with connections.recording():
@@ -274,7 +276,9 @@ def _adopt(
         watch = watch_over(group, store, progress, options.timeout, options.link_timeout, limits, resources)
     try:
         if watch.channel is not None:
-            check = functools.partial(check_same_options, asdict(options), environment.rank, store)
+            check = functools.partial(
+                check_same_options, asdict(options), environment.rank, environment.world_size, store
+            )
             _while_nobody_fails(watch.channel, check, lambda: None, lambda: None, options.timeout)
             environment = _ask_for_hosts(environment, watch.channel)
         device = choose_device(asked if bound is None else bound, environment)

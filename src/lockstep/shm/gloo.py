@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lockstep._base.compiler import outside_compiler
 from lockstep._base.forked_groups import keep_in_forks
-from lockstep._base.network import is_loopback
+from lockstep._base.network import INTERFACE_VARIABLE
+from lockstep._base.store import FetchedAddresses
 from lockstep._base.texts import first_line
 from lockstep.errors import CommunicationError
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
@@ -33,22 +34,32 @@ from lockstep.shm.works import ShmWork
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
 
 
-def make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:
+def make_gloo_group(
+    store: Any, rank: int, size: int, timeout: timedelta, address: str | None, *, lazy: bool = False
+) -> Any:
     """Make a Gloo group that listens under an address of this host; None leaves that to Gloo.
 
-    A group on the loopback interface, for one host, connects when it is first used, so that no rank waits for one that
-    dies meanwhile. (If a living rank never comes, the first use fails after Gloo's own attempts to connect, some 15 s,
-    even if the time-out is shorter.)
+    A ``lazy`` group connects two ranks when they first use it, so that no rank waits here for one that dies meanwhile,
+    or for a slow link. (If a living rank never comes, the first use fails after Gloo's own attempts to connect, some
+    15 s, even if the time-out is shorter.)
     """
-    if address is not None:
-        options = _Gloo._Options()
-        options._devices = [_Gloo.create_device(hostname=address, lazy_init=is_loopback(address))]
-        options._timeout = timeout
-        group = _Gloo(store, rank, size, options)
-    else:
-        group = _Gloo(store, rank, size, timeout)
+    options = _Gloo._Options()
+    options._devices = _devices(address, lazy)
+    options._threads = 2 * len(options._devices)  # as PyTorch does
+    options._timeout = timeout
+    addresses = store if lazy else FetchedAddresses(store, size)  # refer to it until Gloo has read it
+    group = _Gloo(addresses, rank, size, options)
     keep_in_forks(group)
     return group
+
+
+def _devices(address: str | None, lazy: bool) -> list[Any]:
+    if address is not None:
+        return [_Gloo.create_device(hostname=address, lazy_init=lazy)]
+    chosen = list(filter(None, os.environ.get(INTERFACE_VARIABLE, "").split(",")))
+    if chosen:
+        return [_Gloo.create_device(interface=each, lazy_init=lazy) for each in chosen]
+    return [_Gloo.create_default_device(lazy_init=lazy)]
 
 
 def wait_for(work: Any, group: Any, algorithm: Algorithm) -> None:

@@ -22,6 +22,8 @@ from lockstep.shm.peers import Peers
 
 POST_SECONDS = 1.0
 """Seconds that a rank that ends the group waits for the store to take the reason."""
+GATHERED_BYTES = 1 << 14
+"""A reduction gathers the tensors of all hosts if they have together no more bytes than this."""
 ROW_BYTES = 2048
 """Size in bytes of a leader's report on its ranks; longer texts are cut."""
 
@@ -123,8 +125,10 @@ class InterHost:
 
     def all_reduce(self, x: Tensor, op: Op, timeout: float) -> None:
         """Reduce the tensors of all leaders, in place."""
-        # Gloo's minimum and maximum may lose a NaN (test_a_nan_of_any_rank_reaches_all).
-        if x.dtype in GLOO_DTYPES and not (op in (Op.MIN, Op.MAX) and x.is_floating_point()):
+        # Gloo's minimum and maximum may lose a NaN (test_a_nan_of_any_rank_reaches_all). It takes twice as many round
+        # trips for a reduction as for gathering, which counts for what is small.
+        is_small = x.nbytes * len(self.hosts) <= GATHERED_BYTES
+        if x.dtype in GLOO_DTYPES and not is_small and not (op in (Op.MIN, Op.MAX) and x.is_floating_point()):
             options = _limited(dist.AllreduceOptions(), timeout)
             options.reduceOp = getattr(dist.ReduceOp, op.name)
             self._wait(self._group.allreduce([x], options))

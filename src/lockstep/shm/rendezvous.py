@@ -68,7 +68,7 @@ def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout:
             listener.bind(f"\0{own_address['address']}")
             listener.listen(len(global_ranks))
         bounded_store.set(f"{rank}", json.dumps(own_address))
-        addresses = _addresses(bounded_store, global_ranks, timeout)
+        addresses = _addresses(bounded_store, rank, own_address, global_ranks, timeout)
         hosts: dict[str, list[int]] = {}
         for other, address in enumerate(addresses):
             hosts.setdefault(address["host"], []).append(other)
@@ -117,16 +117,20 @@ def obstacle() -> str:
     return ""
 
 
-def _addresses(bounded_store: BoundedStore, global_ranks: Sequence[int], timeout: float) -> list[dict[str, str]]:
-    keys = [str(other) for other in range(len(global_ranks))]
-    if not bounded_store.wait(keys, timeout):
+def _addresses(
+    bounded_store: BoundedStore, rank: int, own: dict[str, str], global_ranks: Sequence[int], timeout: float
+) -> list[dict[str, str]]:
+    keys = [str(other) for other in range(len(global_ranks)) if other != rank]
+    told = bounded_store.wait_for(keys, timeout, is_only_reader=len(keys) == 1)
+    if told is None:
         absent = ", ".join(
-            str(name) for key, name in zip(keys, global_ranks, strict=True) if not bounded_store.check([key])
+            str(name) for other, name in enumerate(global_ranks) if not bounded_store.check([str(other)])
         )
         raise CommunicationError(
             f"rank(s) {absent} did not come to the shm process group within {timeout:g} s; look at their errors"
         )
-    addresses = list(map(json.loads, bounded_store.get_all(keys)))
+    addresses = list(map(json.loads, told))
+    addresses.insert(rank, own)
     for other, address in enumerate(addresses):
         if why := address.get("given_up"):
             raise CommunicationError(f"rank {global_ranks[other]} did not come to the shm process group: {why}")

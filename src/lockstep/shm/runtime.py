@@ -67,7 +67,15 @@ class Runtime:
         )
         try:
             self._prepare(store, rendezvous, rank, global_ranks, timeout, options)
-            clear_address(place, rank)
+            cleared = None
+            if options.between is None:
+                # All have read all addresses: each leader tells its own, for Gloo, when its host has.
+                self.peers.exchange(MessageKind.STEP, timeout)
+                cleared = in_background(partial(clear_address, place, rank))
+            # A rank that has made the group may leave it at once; by then no other rank is still making it
+            # (test_a_rank_may_leave_as_soon_as_it_has_made_the_group).
+            self.algorithm(timeout).barrier()
+            wait([cleared or in_background(partial(clear_address, place, rank))])
             log_of("shm").debug("a group of ranks %s, by host: %s", list(global_ranks), rendezvous.hosts)
         except BaseException as error:
             if self.peers.reason is None:
@@ -94,7 +102,8 @@ class Runtime:
         address = network.LOOPBACK if len(hosts) == 1 else network.address_for_gloo(found.addresses)
         limit = timedelta(seconds=timeout)
         self.gloo: Any = self._while_alive(
-            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), limit, address), timeout
+            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), limit, address, lazy=True),
+            timeout,
         )
         self.inter_host: InterHost | None = None
         if len(hosts) > 1:
@@ -103,9 +112,6 @@ class Runtime:
                 make = options.between or partial(make_gloo_group, address=address)
                 group = self._while_alive(lambda: make(PrefixStore("between", store), host, len(hosts), limit), timeout)
             self.inter_host = InterHost(hosts, global_ranks, rank, self.peers, group, self._notice)
-        # A rank that has made the group may leave it at once; by then no other rank is still making it
-        # (test_a_rank_may_leave_as_soon_as_it_has_made_the_group).
-        self.algorithm(timeout).barrier()
 
     def algorithm(self, timeout: float) -> Algorithm:
         """Return the algorithm that runs collectives; each wait for other ranks may take ``timeout`` seconds."""
