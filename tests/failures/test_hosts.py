@@ -68,7 +68,7 @@ def test_what_is_said_of_a_host_that_is_lost(case, monkeypatch):
         words = ": node4, node0, or the network between them is down"
     else:
         ring = Ring(monkeypatch, count, silent, reaching)
-    failure = ring.hosts.failure(LOST, "rank 0 has heard nothing")
+    failure = ring.hosts.inquire(LOST, "rank 0 has heard nothing").failure
     assert failure.rank == LOST - 1
     assert failure.what.startswith("rank 0 has heard nothing, where ranks 8, 9 are")
     assert words in failure.what
@@ -77,10 +77,21 @@ def test_what_is_said_of_a_host_that_is_lost(case, monkeypatch):
 @pytest.mark.parametrize("count", [6, 2000])
 def test_a_constant_number_of_hosts_is_tried_and_asked(count, monkeypatch):
     ring = Ring(monkeypatch, count, ["node4"])
-    ring.hosts.failure(LOST, "rank 0 has heard nothing")
+    ring.hosts.inquire(LOST, "rank 0 has heard nothing")
     assert len(ring.tried) == len(ring.asked) == hosts.WITNESSES
     assert len(set(ring.asked)) == hosts.WITNESSES
     assert not {0, 1, 8, 9}.intersection(ring.asked)
+
+
+@pytest.mark.parametrize("silent", [[], ["node4"], ["node1", "node2", "node3", "node4", "node5"]])
+def test_a_host_that_may_be_there_is_tried_while_others_are_asked(silent, monkeypatch):
+    ring, attempts = Ring(monkeypatch, 6, silent), []
+    monkeypatch.setattr(hosts, "reach", lambda *args: [attempts.append(ring.asked[:]), ring.reach(*args)][1])
+    found = ring.hosts.inquire(LOST, "rank 0 has heard nothing", tries=True)
+    assert found.answers == (not silent)
+    assert found.is_cut_off == (len(silent) == 5)
+    assert len(ring.tried) == hosts.WITNESSES + 1
+    assert attempts == [ring.asked]  # one attempt, after others were asked
 
 
 def test_who_is_asked_tries_the_host_and_who_is_not_does_nothing(monkeypatch):
@@ -103,7 +114,7 @@ def test_a_process_without_descriptors_says_what_the_others_tell_it(monkeypatch)
         assert reach([("127.0.0.1", 1)], 1.0) == [Reach.UNKNOWN]
     ring = Ring(monkeypatch, 8, ["node4"], ["node3"])
     monkeypatch.setattr(hosts, "reach", lambda doors, _: [Reach.UNKNOWN] * len(doors))
-    assert "node3 still reaches both" in ring.hosts.failure(LOST, "rank 0 has heard nothing").what
+    assert "node3 still reaches both" in ring.hosts.inquire(LOST, "rank 0 has heard nothing").failure.what
 
 
 def test_a_door_answers_refuses_or_is_silent():

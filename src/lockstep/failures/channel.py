@@ -24,7 +24,7 @@ from lockstep.errors import CommunicationError, InspectionError, PeerFailure
 from lockstep.failures.calls import Calls
 from lockstep.failures.connections import SilentPeers
 from lockstep.failures.failure import GIVEN_UP, Failure, FailureLog, Kind, peer_failure_in
-from lockstep.failures.hosts import WITNESSES, Hosts
+from lockstep.failures.hosts import REACH_SECONDS, WITNESSES, Hosts, Inquiry
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
 from lockstep.failures.progress import PHASES_OF_A_STEP, Page, Progress, page_of
 from lockstep.failures.ring import (
@@ -56,6 +56,8 @@ FAREWELL_SECONDS = 2.0
 
 LINK_SECONDS = 20.0
 """Seconds that a host may be silent by default: as long as a network switch takes to restart."""
+TRY_SECONDS = REACH_SECONDS + 1.0
+"""Seconds before that limit at which a silent host is tried: looks are a second apart, and it has one to answer."""
 HEARSAY_SECONDS = 0.25
 """Seconds that a rank waits for reports from the ranks that could see the last step of a rank that has ended."""
 
@@ -404,6 +406,7 @@ class FailureChannel:
     def _tell_of_loss(self, rank: int, loss: OSError | None) -> None:
         """Report a neighbour whose connection has ended."""
         place, page = self.places[rank], self.pages.get(rank)
+        lost = f"rank {self.rank} has lost the connection to {place.name}"
         ended = Failure(rank, Kind.ENDED, *((None, "") if rank in self._here else (0, "start-up")))
         if page is not None:
             seen = page.read()
@@ -411,10 +414,10 @@ class FailureChannel:
         elif place.host == self.places[self.rank].host:
             self.report(ended)
         elif loss is not None:
-            self._report_silence(rank, f" ({os.strerror(loss.errno or 0)})")
-        elif self.hosts.silent([rank]):  # ranks that give up a silent host reset the connection, which may arrive
-            lost = f"rank {self.rank} has lost the connection to {place.name}"
-            self.report(self.hosts.failure(rank, lost))
+            self._report_lost(self.hosts.inquire(rank, self._silence(rank, f" ({os.strerror(loss.errno or 0)})")))
+        # Ranks that give up a silent host reset the connection, which may arrive.
+        elif not (found := self.hosts.inquire(rank, lost, tries=True)).answers:
+            self._report_lost(found)
         else:
             self.tell("gone", rank=rank)
             self._note_gone(rank)
@@ -444,27 +447,37 @@ class FailureChannel:
         return len({place.host for place in self.places.values()}) > 1
 
     def look_for_lost_links(self) -> None:
-        """Look whether a host has acknowledged nothing for ``link_timeout`` seconds; if it does not answer, report it.
-        A rank that waits calls it once a second.
+        """Look whether a host acknowledges nothing; if it does not answer either, after ``link_timeout`` seconds report
+        it. A rank that waits calls it once a second.
 
         The ring notices only the loss of its own connections; this finds those of process groups, whose time-outs are
-        long. Does not wait: a host is tried on another thread.
+        long. Does not wait: a host is tried on another thread, so early that the time for that is part of the limit.
         """
-        ranks = self.hosts.at(self._silent_peers.find(self.link_timeout))[:WITNESSES]
+        limit = max(self.link_timeout - TRY_SECONDS, self.link_timeout / 2)
+        ranks = self.hosts.at(self._silent_peers.find(limit))[:WITNESSES]
         if ranks and self._tries_links.acquire(blocking=False):
             threading.Thread(target=self._try_links, args=(ranks,), name="lockstep loss", daemon=True).start()
 
     def _try_links(self, ranks: list[int]) -> None:
         try:
-            for rank in sorted(self.hosts.silent(ranks))[:1]:
-                if not self._known.is_set():
-                    self._report_silence(rank)
+            for rank in sorted(ranks):
+                found = self.hosts.inquire(rank, self._silence(rank), tries=True)
+                if self._known.is_set():
+                    return
+                if not found.answers:
+                    self._report_lost(found)
+                    return
         finally:
             self._tries_links.release()
 
-    def _report_silence(self, rank: int, gist: str = "") -> None:
-        silence = f"has heard nothing from {self.places[rank].name} for {self.link_timeout:g} s{gist}"
-        self.report(self.hosts.failure(rank, f"rank {self.rank} {silence}"))
+    def _silence(self, rank: int, gist: str = "") -> str:
+        return f"rank {self.rank} has heard nothing from {self.places[rank].name} for {self.link_timeout:g} s{gist}"
+
+    def _report_lost(self, found: Inquiry) -> None:
+        if found.is_cut_off:  # nobody elsewhere will say that it is done: do not wait for them at the end
+            with self._changed:
+                self.ended.update({*self.global_ranks} - {*self.hosts.ranks_with(self.rank)})
+        self.report(found.failure)
 
     def _look(self) -> None:
         if not self._known.is_set():

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep._base import network
 from lockstep._base.texts import ranks_in_words
@@ -26,6 +26,16 @@ REACH_SECONDS = 1.0
 """Seconds that a host has to answer an attempt to connect."""
 ANSWER_SECONDS = REACH_SECONDS + 1.0
 """Seconds that a rank of another host has to say whether it reaches a host."""
+
+
+class Inquiry(NamedTuple):
+    """What an inquiry about a host has found."""
+
+    failure: Failure
+    answers: bool
+    """True if the host was tried, and answers: then there is no failure."""
+    is_cut_off: bool
+    """True if none of some other hosts answers to this one."""
 
 
 class Hosts:
@@ -68,11 +78,13 @@ class Hosts:
         own = self._places[self._rank].host
         return [rank for host, (rank, door) in self._doors().items() if host != own and door.ip in addresses]
 
-    def failure(self, rank: int, seen: str) -> Failure:
+    def inquire(self, rank: int, seen: str, *, tries: bool = False) -> "Inquiry":
         """Return the failure of a rank whose host is silent; ``seen`` says which rank has noticed what.
 
-        Waits two seconds at most for what other hosts say, as this one may be the one that is cut off.
+        Waits two seconds at most for what other hosts say, as this one may be the one that is cut off. With ``tries``
+        the host may be there: it is tried meanwhile.
         """
+        until = time.monotonic() + ANSWER_SECONDS
         own, lost = self._places[self._rank], self._places[rank]
         witnesses = self._witnesses((own.host, lost.host))
         with self._changed:
@@ -80,15 +92,17 @@ class Hosts:
             self._reached = {}
         if witnesses:
             self._tell("reach", inquiry=self._inquiry, of=rank, ranks=witnesses)
-        tried = self._tried(witnesses)
+        tried = self._tried([*witnesses, rank] if tries else witnesses)
+        answers = tries and tried.get(rank) is not Reach.SILENT
         silent = [each for each in witnesses if tried.get(each) is Reach.SILENT]
-        self._wait_for_answers(witnesses, silent)
+        if not answers and len(silent) < len(witnesses):  # if this host reaches none of them, no answer will come
+            self._wait_for_answers(witnesses, until)
         reached = dict(self._reached)
 
         def names(chosen: Callable[[int], object]) -> list[str]:
             return [self._places[each].name for each in witnesses if chosen(each)]
 
-        return unreachable(
+        failure = unreachable(
             self.ranks_with(rank),
             lost.name,
             seen,
@@ -97,6 +111,8 @@ class Hosts:
             names(lambda each: each in silent and each not in reached),
             names(reached.get),
         )
+        is_cut_off = bool(silent) and len(silent) == len(witnesses) and not reached
+        return Inquiry(failure, answers, is_cut_off)
 
     def asked(self, message: dict[str, Any]) -> None:
         """Answer whether the host of a rank answers here, if this rank is asked; tries it on a thread of its own."""
@@ -114,9 +130,8 @@ class Hosts:
     def _try(self, inquiry: str, rank: int) -> None:
         self._tell("reached", inquiry=inquiry, rank=self._rank, answers=not self.silent([rank]))
 
-    def _wait_for_answers(self, witnesses: Collection[int], silent: Collection[int]) -> None:
-        """Wait until all have answered, or one that reaches the host; not at all if this host reaches none of them."""
-        until = time.monotonic() + (ANSWER_SECONDS if len(silent) < len(witnesses) else 0.0)
+    def _wait_for_answers(self, witnesses: Collection[int], until: float) -> None:
+        """Wait until all have answered, or one that reaches the host."""
         with self._changed:
             while len(self._reached) < len(witnesses) and not any(self._reached.values()):
                 if (left := until - time.monotonic()) <= 0:
