@@ -96,6 +96,7 @@ def test_a_wrong_function_is_named_by_its_cause(processes, heading, tmp_path):
     report = reported(processes, heading, "wrong", tmp_path)
     assert [each.cause for each in report.findings][:1] == [CAUSES[slug(heading)]], str(report)
     assert report.findings[0].section == f"not_equal.md#{slug(heading)}"
+    assert f"see https://torch-lockstep.github.io/lockstep/not_equal.html#{slug(heading)}" in str(report)
 
 
 @pytest.mark.parametrize("heading", [each for each, block in BLOCKS.items() if "def right" in block])

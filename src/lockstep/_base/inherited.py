@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
+from lockstep._base.texts import DOCUMENTATION
+
 C = TypeVar("C", bound=type)
+_PAGE = f"{DOCUMENTATION}/distributed.html#pytorch-s-class"
 
 
 class Refused:
@@ -46,9 +49,7 @@ def refusing(base: type, instead: Mapping[str, str]) -> Callable[[C], C]:
 
 def message(owner: str, name: str, instead: str | None = None) -> str:
     """Return the message for a name that is refused."""
-    text = (
-        instead or "it belongs to PyTorch's own machinery, which does not run here; docs/distributed.md lists what does"
-    )
+    text = instead or f"it belongs to PyTorch's own machinery, which does not run here; {_PAGE} lists what does"
     return f"lockstep's {owner} has no {name!r}: {text}"
 
 

@@ -6,6 +6,9 @@ from itertools import groupby
 LONGEST_HEADLINE = 4 * 1024
 """The number of characters of an exception's type and message that are sent to other ranks."""
 
+DOCUMENTATION = "https://torch-lockstep.github.io/lockstep"
+"""Where the pages are that messages name: an installed package has none of them."""
+
 IN_LOOP, LEFT_LOOP = ", in its loop over batches()", ", after it has left its loop over batches()"
 """Where in its loop a rank is that waits in a call: advice depends on it."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep._base.texts import DOCUMENTATION
 from lockstep.check.measuring import Comparison, Facts
 
 PAGE = "not_equal.md"
@@ -44,6 +45,11 @@ class Finding:
     def section(self) -> str:
         """Where the documentation explains it."""
         return f"{PAGE}#{SECTIONS[self.cause]}"
+
+    @property
+    def link(self) -> str:
+        """Its address."""
+        return f"{DOCUMENTATION}/{self.section.replace('.md', '.html')}"
 
 
 @dataclass(frozen=True)

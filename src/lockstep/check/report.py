@@ -44,7 +44,7 @@ class Report:
         if self.is_equal:
             largest = max((each.largest for each in self.comparisons), default=0.0)
             return f"equal: the largest difference is {largest:.1e}, of {self.tolerance:.1e} that rounding may make"
-        lines = [f"not equal ({each.cause}): {each.text}\n  see docs/{each.section}" for each in self.findings]
+        lines = [f"not equal ({each.cause}): {each.text}\n  see {each.link}" for each in self.findings]
         return "\n".join([*lines, *([self.error] if self.error else [])])
 
     def as_json(self) -> dict[str, Any]:
