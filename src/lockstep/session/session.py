@@ -402,8 +402,8 @@ class session:
         stall_minimum: The smallest value of that limit, in seconds.
         time_limit: Seconds from the start after which ``run.should_stop`` is true. None: no limit.
         link_timeout: Seconds, at least 1. If nothing arrives from another host for this time, not even its system's
-            answer to a probe, the ranks of that host have failed. After a shorter pause of the network training goes
-            on.
+            answer to a probe, the ranks of that host have failed. After a pause of the network that is two seconds
+            shorter (which it takes to try the host once more) training goes on.
         alone: If True, train with one rank, and ignore the environment.
         stop_signals: The signals that make ``run.should_stop`` true. Schedulers can send SIGUSR1 or SIGUSR2 some time
             before the end of a job (``sbatch --signal=USR1@120``).

@@ -379,8 +379,8 @@ def watch(
             minutes. It is never more than that, unless ``stall_minimum`` is.
         stall_minimum: the smallest value of that limit, in seconds.
         link_timeout: seconds, at least 1. If nothing arrives from another host for this time, not even its system's
-            answer to a probe, the ranks of that host have failed. After a shorter pause of the network training goes
-            on.
+            answer to a probe, the ranks of that host have failed. After a pause of the network that is two seconds
+            shorter (which it takes to try the host once more) training goes on.
 
     Use it as a context manager around the training: an exception that passes through it is sent to the others, with
     its traceback. Otherwise an exception is sent when it ends the program.
