@@ -172,7 +172,7 @@ CASES = {
     failed_backward_of_two_modules: (PeerError, ["rank 1: the backward pass failed on rank 2 before"]),
     past_forward: (PeerError, ["rank {}: ranks 1 and 2 are not in", "on rank 1 it went through the", "on rank 2 thr"]),
     weight_missing: (OptionError, ["rank 2 gave no weight in round 1"]),
-    out_of_sync: (OutOfSyncError, ["first.weight", " on rank 1, ", " on rank 2; something"]),
+    out_of_sync: (OutOfSyncError, ["first.weight", " on rank 1, ", " on rank 2. Some weights differ: something"]),
     new_values: (OutOfSyncError, ["last.weight", "other values on rank 2 than on rank 1, "]),
     new_on_one_rank: (AgreementError, ["last.weight", "replicated on rank 2, and still the same on rank 1;"]),
     local_step: (UserWarning, ["rank {}: SGD.step() uses the gradient of parameter first.weight of this rank alone"]),
