@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.replication.in_sync import Part, check_alike, parts_at_end
+from lockstep.distributed.replication.in_sync import PartAtEnd, check_alike, parts_at_end
 from lockstep.errors import CommunicationError, OutOfSyncError
 from lockstep.failures.channel import FailureChannel
 
@@ -27,7 +27,7 @@ class ValuesAtEnd:
     def __init__(self, channel: FailureChannel, collectives: Collectives) -> None:
         self._channel = channel
         self._collectives = collectives
-        self._parts: list[Part] = []
+        self._parts: list[PartAtEnd] = []
         self._changed = threading.Condition()
         self._pieces: dict[str, dict[int, list[str]]] = {}  # by what is told, and by rank
         channel.on("values", self._hear)
@@ -60,7 +60,7 @@ class ValuesAtEnd:
         if found:
             self._raise([each for each in found if each.watch is found[0].watch])
 
-    def _raise(self, parts: list[Part]) -> None:
+    def _raise(self, parts: list[PartAtEnd]) -> None:
         """Raise the error for parts of one module that differ."""
         watch = parts[0].watch
         since = f"step {watch.alike_after}" if watch.alike_after else "replicate()"
@@ -114,6 +114,6 @@ def _by_key(row: list[list[int]]) -> dict[int, list[int]]:
     return found
 
 
-def _places(parts: list[Part]) -> list[tuple[int, int]]:
+def _places(parts: list[PartAtEnd]) -> list[tuple[int, int]]:
     """Return for each part its key, and its number among those of that key."""
     return [(each.key, sum(other.key == each.key for other in parts[:at])) for at, each in enumerate(parts)]

@@ -106,7 +106,7 @@ def compared_in_save(objects: Mapping[str, object], ranks: int) -> tuple[Values,
     return values, optimizers
 
 
-class Part(NamedTuple):
+class PartAtEnd(NamedTuple):
     """What is compared at once at the end of a session: the parameters of a module, or an optimizer that steps them."""
 
     key: int
@@ -123,7 +123,7 @@ class Part(NamedTuple):
         return told([lines, [name for name, _ in self.values], int(values)])
 
 
-def parts_at_end(ranks: int) -> list[Part]:
+def parts_at_end(ranks: int) -> list[PartAtEnd]:
     """Return what is to be alike on so many ranks at the end of their session, module by module.
 
     That is what :func:`compared_in_save` would return of all replicated modules and of the optimizers that have stepped
@@ -131,7 +131,7 @@ def parts_at_end(ranks: int) -> list[Part]:
     rank alone, or this rank has written to them since, and what optimizers keep if ranks have made different numbers of
     steps.
     """
-    parts: list[Part] = []
+    parts: list[PartAtEnd] = []
     for each in replications():
         watch = each.drift
         if watch is None or not _is_compared(each, ranks) or (watch.has_local_steps and watch.is_first):
@@ -146,11 +146,11 @@ def parts_at_end(ranks: int) -> list[Part]:
         if any(p.is_meta for p in table.tensors):  # given away
             continue
         key = text_digest(repr(lines))
-        parts.append(Part(key, watch, [(f"parameter {names[id(p)]}", p) for p in table.tensors], []))
+        parts.append(PartAtEnd(key, watch, [(f"parameter {names[id(p)]}", p) for p in table.tensors], []))
         for optimizer in () if watch.has_local_steps or watch.has_missed_steps else watch.optimizers:
             own = [names.get(id(p)) for p in _parameters(optimizer)]
             what = text_digest(repr([key, type(optimizer).__name__, own]))
-            parts.append(Part(what, watch, state_of(optimizer, names), [optimizer]))
+            parts.append(PartAtEnd(what, watch, state_of(optimizer, names), [optimizer]))
     return parts
 
 
