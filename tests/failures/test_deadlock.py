@@ -142,4 +142,5 @@ def test_ranks_that_loop_over_batches_are_not_told_to():
     assert "run.agree(flag): break" in advice([both[0], f"batches(){LEFT_LOOP} after 3 of 6 batches"])
     after_all_have_left = [f"{call}(){LEFT_LOOP} after 2 of 6 batches" for call in ("batches", "save")]
     assert advice(after_all_have_left).startswith("Call batches() and save() on every rank")
-    assert advice(after_all_have_left).endswith(": as many epochs on every rank")
+    assert "not under `if run.is_main`" in advice(after_all_have_left)
+    assert advice(after_all_have_left).endswith("), and run as many epochs on every rank")

@@ -138,6 +138,18 @@ def best_for_a_last_test(run):
     return training
 
 
+def frozen_inference_tensors(run):
+    with torch.inference_mode():
+        encoder = nn.Linear(4, 4).requires_grad_(False)
+    net = nn.Sequential(encoder, nn.Linear(4, 1))
+    model = lockstep.replicate(net)
+    optimizer = torch.optim.AdamW(net[1].parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4) + run.rank).square().sum().backward()
+        optimizer.step()
+    return net, optimizer
+
+
 def values_of_each_rank(run):
     training = Training(run, init_sync=False).train()
     training.net[0].weight.data += run.rank
@@ -199,6 +211,7 @@ def nothing(run):
 
 
 RIGHT = [
+    frozen_inference_tensors,
     *(
         plain,
         stopped,

@@ -135,16 +135,16 @@ def advice(collectives: Iterable[str]) -> str:
     without_loops = (text.replace(IN_LOOP, "").replace(LEFT_LOOP, "") for text in texts)
     calls = sorted(set(re.findall(r"\b\w+\(\)", "\n".join(without_loops))))
     in_loop = any(IN_LOOP in text or LEFT_LOOP in text for text in texts)
-    if "batches()" in calls:
-        return f"Call {' and '.join(calls)} on every rank, as often and in the same order: as many epochs on every rank"
     by_batches = (
         ". If one rank has a batch more or less, loop over `run.batches(loader)`; if it leaves out a batch that fails, "
         "put `lockstep.loop.skip_on(ValueError)` around the batch in place of `try`, and all ranks leave it out"
     )
+    if "batches()" in calls or in_loop:
+        by_batches = ", and run as many epochs on every rank" if "batches()" in calls else ""
     return (
         f"Call {' and '.join(calls) or 'each collective'} on every rank, as often and in the same order: not under "
         "`if run.is_main`, nor under any other condition that differs between ranks (`run.agree(flag)` makes it the "
-        f"same){'' if in_loop else by_batches}"
+        f"same){by_batches}"
     )
 
 

@@ -65,7 +65,10 @@ class ValuesAtEnd:
         watch = parts[0].watch
         since = f"step {watch.alike_after}" if watch.alike_after else "replicate()"
         end = f", after step {watch.round}" if watch.round else ""
-        advice = f"It has come between {since} and the end of the session{end}"
+        advice = (
+            f"It has come between {since} and the end of the session{end}. What one rank does to its model alone when "
+            "the training is over (averaged weights for a last test), do to a copy of it"
+        )
         values = [each for part in parts for each in part.values]
         optimizers = [each for part in parts for each in part.optimizers]
         try:

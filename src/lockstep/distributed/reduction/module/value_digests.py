@@ -69,12 +69,13 @@ class Table:
         count = len(self.slices)
         self.apart = max(1, min(MOST_APART, ROUNDS // max(1, count)))
         self.at_once = -(-count * self.apart // ROUNDS)
+        self._counting = next((each for each in self.tensors if not each.is_inference()), None)
         self.is_on_accelerator = any(is_accelerator(part.device) for parts in inner for part in parts)
 
     @property
     def writes(self) -> int:
-        """How often the first tensor has been written to; 0 without tensors."""
-        return self.tensors[0]._version if self.tensors else 0
+        """How often the first tensor that counts it has been written to: inference tensors do not."""
+        return 0 if self._counting is None else self._counting._version
 
     def due(self, round_: int) -> range:
         """Return the numbers of the slices to be looked at after a round."""
