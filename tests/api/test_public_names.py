@@ -182,6 +182,7 @@ PUBLIC = {
     "lockstep.check": """
         class Case(model, batches, loss=None, optimizer=None, steps=None, step=None, collate=None)
         class Finding(cause, text)
+            .link
             .section
         class Report(ranks, wrap, precision, tolerance, comparisons=(), findings=(), error='')
             .as_json()
