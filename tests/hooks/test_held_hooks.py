@@ -141,6 +141,23 @@ def test_not_on_gradients_that_are_this_ranks_alone(cap):
     assert run_ranks(2, accumulated, cap) == [(([], [1.0, 1.0]), [0, 1], after)] * 2
 
 
+def parametrized_with_gradients_of_one_rank(rank):
+    """The successor shares the memory of the parameter that has left, whose gradient has not been reduced yet."""
+    module = lockstep.replicate(nn.Linear(2, 2), process_group=rank.group)
+    nn.init.ones_(module.weight)
+    stepped = step_in_hooks(module)
+    if rank.rank:
+        with module.no_sync():
+            module(torch.ones(1, 2)).sum().backward()
+    nn.utils.parametrizations.weight_norm(module)
+    module(torch.ones(1, 2)).sum().backward()
+    return sorted(stepped), module.parametrizations.weight.original1.tolist()
+
+
+def test_not_on_a_parameter_that_has_left_the_module():
+    assert run_ranks(2, parametrized_with_gradients_of_one_rank) == [([1], [[1, 1], [1, 1]])] * 2
+
+
 def failing(rank):
     module = lockstep.replicate(weights(2), process_group=rank.group)
     stepped = step_in_hooks(module)

@@ -292,6 +292,9 @@ class Round:
         if verdict.changed:
             if common.renew():
                 own.renumber()
+                # The hook of a parameter that has left would step values which its successor may share (weight_norm).
+                there = {id(each.parameter) for each in common.parameters}
+                used = [parameter for parameter in used if id(parameter) in there]
         elif verdict.late or common.plan.observes:
             common.adapt(verdict)
         if verdict.warning:
