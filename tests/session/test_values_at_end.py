@@ -138,6 +138,15 @@ def best_for_a_last_test(run):
     return training
 
 
+def average_for_a_last_test(run):
+    """As ema-pytorch and torch-ema write it: past the counters of versions."""
+    training = Training(run).train()
+    if run.is_main:
+        for parameter in training.net.parameters():
+            parameter.data.copy_(parameter.data + 0.5)
+    return training
+
+
 def frozen_inference_tensors(run):
     with torch.inference_mode():
         encoder = nn.Linear(4, 4).requires_grad_(False)
@@ -217,6 +226,7 @@ RIGHT = [
         stopped,
         saved,
         best_for_a_last_test,
+        average_for_a_last_test,
         values_of_each_rank,
         ignored,
         sharded,

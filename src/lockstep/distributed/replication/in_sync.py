@@ -136,14 +136,12 @@ def parts_at_end(ranks: int) -> list[PartAtEnd]:
         watch = each.drift
         if watch is None or not _is_compared(each, ranks) or (watch.has_local_steps and watch.is_first):
             continue
-        if watch.is_written_since_step:
-            continue
         if each.started is None or not each.started.is_alive:  # of an earlier session
             continue
         table = watch.table
         lines = [(name, describe_tensor(p, layout=False)) for name, p in zip(table.names, table.tensors, strict=True)]
         names = {id(p): name for name, p in zip(table.names, table.tensors, strict=True)}
-        if any(p.is_meta for p in table.tensors):  # given away
+        if any(p.is_meta for p in table.tensors) or watch.is_written_since_step:  # given away, or another checkpoint
             continue
         key = text_digest(repr(lines))
         parts.append(PartAtEnd(key, watch, [(f"parameter {names[id(p)]}", p) for p in table.tensors], []))

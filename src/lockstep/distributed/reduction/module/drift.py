@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -109,7 +110,7 @@ class DriftWatch:
         self.is_first = True
         """True until all values have been compared after a step that has had the same gradients on all ranks."""
         self._alike: dict[int, int] = {-1: 0}  # the last round after which each slice (-1: all) was alike
-        self._written: int | None = None  # of the first parameter, after the last step
+        self._after_step: Tensor | None = None  # a sample of the values
         self._local_since: int | None = None  # collectives begun before a pass that did not synchronise
         self.has_local_steps = False
         """True if an optimizer has stepped on gradients of this rank alone."""
@@ -130,9 +131,10 @@ class DriftWatch:
 
     @property
     def is_written_since_step(self) -> bool:
-        """True if the program has written to the module after its last step, as to test another checkpoint: seen at its
-        first parameter."""
-        return self._written not in (None, self.table.writes)
+        """True if the program has written to the module after its last step, as to test averaged weights: seen in a
+        sample of the values."""
+        earlier, now = self._after_step, self.table.sample()
+        return earlier is not None and now is not None and not torch.equal(now, earlier)
 
     @property
     def alike_after(self) -> int:
@@ -193,7 +195,7 @@ class DriftWatch:
                 return
         ended.pop(id(optimizer), None)
         ended[id(optimizer)] = steps, known
-        self._written = self.table.writes
+        self._after_step = self.table.sample()
         look = self._looks.get(round_)
         if look is None:
             if not (self.is_first or self.table.due(round_)):

@@ -18,6 +18,8 @@ MOST_APART = 7
 """The most rounds from one look to the next."""
 _SLICE = 1 << 14
 """Number of elements of a slice."""
+_SAMPLED = 16
+"""Number of elements of a sample."""
 
 
 def comparable_state(optimizer: Optimizer, parameter: Tensor) -> list[tuple[str, Tensor]]:
@@ -69,13 +71,17 @@ class Table:
         count = len(self.slices)
         self.apart = max(1, min(MOST_APART, ROUNDS // max(1, count)))
         self.at_once = -(-count * self.apart // ROUNDS)
-        self._counting = next((each for each in self.tensors if not each.is_inference()), None)
+        trained = [
+            part for each, parts in zip(self.tensors, inner, strict=True) if each.requires_grad for part in parts
+        ]
+        self._sample = _flat(trained[-1].detach())[-_SAMPLED:] if trained else None
         self.is_on_accelerator = any(is_accelerator(part.device) for parts in inner for part in parts)
 
-    @property
-    def writes(self) -> int:
-        """How often the first tensor that counts it has been written to: inference tensors do not."""
-        return 0 if self._counting is None else self._counting._version
+    def sample(self) -> Tensor | None:
+        """Return a copy of a few values, of the last parameter that is trained; None if none is, or on a stream that is
+        being captured. What tells whether a program has written to the module: versions do not count writes to
+        ``.data``."""
+        return None if self._sample is None or is_captured(self) else self._sample.clone()
 
     def due(self, round_: int) -> range:
         """Return the numbers of the slices to be looked at after a round."""
