@@ -883,9 +883,12 @@ class Use:
         ]
 
     def step_in_backward(self, module: int, layer: int) -> None:
-        """Let a gradient hook step, as soon as the gradient is there."""
+        """Let a gradient hook step, as soon as the gradient is there. Not on a parameter that has one already: if it is
+        new to the ranks, it counts as used in the next round, whether a pass reaches it or not."""
         weights = [nets[module].layers[layer % len(nets[module].layers)].weight for _, nets in self._all()]
         if any(not weight.requires_grad or not weight.is_leaf or weight in self.stepping for weight in weights):
+            return
+        if any(weight.grad is not None for weight in weights):
             return
         mine, *refs = weights
         mine.register_post_accumulate_grad_hook(_step)

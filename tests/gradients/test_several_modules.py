@@ -376,10 +376,10 @@ def test_a_pass_of_another_thread_may_end_while_this_one_is_asked_about():
     def work(rank):
         model = lockstep.replicate(one_weight(), process_group=rank.group)
         reducer = find_replication(model).reducer
-        reducer._open_passes = EndedMeanwhile([SimpleNamespace(this=None)])
+        reducer._steps = EndedMeanwhile([SimpleNamespace(this=None)])
         with ThreadPoolExecutor(1) as other:
             other.submit(lambda: nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()).result()
-        reducer._open_passes = []
+        reducer._steps = []
         model(x_of(rank)).sum().backward()
         return model.weight.grad.item()
 

@@ -13,7 +13,7 @@ from lockstep.shares.balance import Balance, Pace
 from lockstep.shares.cut import LASTS, Cut, Last, batches_in, order_of
 from lockstep.shares.samples import SeededShares, ShareKey, as_it_is
 from lockstep.shares.share_state import ShareWorld, check_shares, world_of
-from lockstep.shares.share_step import Step, plan_audit
+from lockstep.shares.share_step import ShareStep, plan_audit
 
 _DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")
 """Arguments of ``DataLoader`` that are decided here."""
@@ -29,7 +29,7 @@ class GlobalBatch:
     def __init__(
         self,
         world: ShareWorld,
-        step: Step,
+        step: ShareStep,
         loaded: Iterator[Any],
         ahead: Callable[[], int],
         done: Callable[[Sequence[Pace]], None],
@@ -231,7 +231,7 @@ class GlobalBatches:
         check_shares(self.shares, world.size, "GlobalBatches()")
         return world
 
-    def _steps(self, epoch: int, first: int) -> Iterator[tuple[Step, list[Sequence[int]]]]:
+    def _steps(self, epoch: int, first: int) -> Iterator[tuple[ShareStep, list[Sequence[int]]]]:
         """Yield the steps from batch ``first`` to the end of an epoch, with the samples of the shares of each."""
         order, world = self._order(epoch), self._world().size
         for number in range(first, len(self)):
@@ -242,7 +242,7 @@ class GlobalBatches:
             upcoming = (number + 1) % len(self)
             # Fewer shares if not enough rows are left.
             next_count = min(self.shares, self.batch_size, self._samples - upcoming * self.batch_size)
-            step = Step(
+            step = ShareStep(
                 seed=self.seed,
                 epoch=epoch,
                 batch=number,
@@ -267,7 +267,7 @@ class GlobalBatches:
         """Return the number of a batch, counted through all epochs."""
         return epoch * len(self) + batch
 
-    def _done(self, step: Step, paces: Sequence[Pace]) -> None:
+    def _done(self, step: ShareStep, paces: Sequence[Pace]) -> None:
         """Move on after a batch, of which all ranks have reported their paces; none if no module has taken part."""
         if self.balance is not None and paces:
             self._balance.decide(self._number(step.epoch, step.batch), step.deal, paces)

@@ -35,7 +35,7 @@ from lockstep.shares.share_report import (
     weights_of_all,
 )
 from lockstep.shares.share_settings import check_settings, precision_on, settings_of
-from lockstep.shares.share_step import Evidence, Step
+from lockstep.shares.share_step import Evidence, ShareStep
 from lockstep.shares.share_tree import add_in_tree_order
 from lockstep.shares.spare import SpareMemory
 
@@ -43,7 +43,7 @@ from lockstep.shares.spare import SpareMemory
 class _InStep:
     """The part of a module in the step under way, on this rank."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: ShareStep) -> None:
         self.step = step
         self.exchange: ShareExchange | None = None
         """None if this rank is alone, or the ranks have not agreed on an exchange of the module as it is."""
@@ -149,7 +149,7 @@ class ShareModule:
 
     # ------------------------------------------------------------------------- the phases of a step
 
-    def open(self, step: Step) -> None:
+    def open(self, step: ShareStep) -> None:
         """Begin a step; raise if the module cannot take part."""
         self._now = now = _InStep(step)
         if self._members.may_have_changed():
@@ -167,7 +167,7 @@ class ShareModule:
         self._gradients.open()
         now.buffers = ShareBuffers(self._members.buffers, step.deal, self._left)
 
-    def _check(self, step: Step) -> None:
+    def _check(self, step: ShareStep) -> None:
         if step.shares != self.shares:
             raise OptionError(
                 f"a batch of {step.shares} shares and a module that is replicated with shares={self.shares} do not go "
@@ -281,7 +281,7 @@ class ShareModule:
         self.drift.round, self._knows_steps = self.steps, True
         return [head.pace for head in heads]
 
-    def _check_complete(self, step: Step) -> None:
+    def _check_complete(self, step: ShareStep) -> None:
         if self._members.may_have_changed() and (new := self._members.new_parameters()):
             raise NotReplicableError(
                 f"parameter {new[0]} was put into the module while {step} was under way, so that shares which came "
@@ -359,7 +359,7 @@ class ShareModule:
         total = [sums[number] if is_used else None for number, is_used in enumerate(used)]
         return total, {number: sums[len(used) + place] for place, number in enumerate(averaged)}
 
-    def _divisor(self, step: Step, reports: Sequence[ShareReport]) -> float:
+    def _divisor(self, step: ShareStep, reports: Sequence[ShareReport]) -> float:
         weights = weights_of_all(reports)
         if weights is not None:
             return add_in_tree_order(weights) or 1.0

@@ -29,7 +29,7 @@ from lockstep.shares.gradients import sum_dtype
 from lockstep.shares.share_buffers import TravellingBuffers, specs_of
 from lockstep.shares.share_exchange import ExchangePlan, ShareExchange
 from lockstep.shares.share_report import HEAD_BYTES, Head, layout_of
-from lockstep.shares.share_step import Step
+from lockstep.shares.share_step import ShareStep
 from lockstep.shares.spare import SpareMemory
 
 
@@ -141,7 +141,7 @@ class Agreement:
         return _Agreed(deal, buffers, plan, row_bytes + kept)
 
     @torch.no_grad()
-    def renew(self, members: Members, step: Step, heads: Sequence[Head]) -> None:
+    def renew(self, members: Members, step: ShareStep, heads: Sequence[Head]) -> None:
         """Agree with all ranks on what each has now, after the head of one has said that it has something else.
 
         Raises on every rank if ranks differ, and then leaves everything as it is. Communicates what

@@ -20,7 +20,7 @@ from lockstep.distributed.reduction.report.status import Part, Status, sums_of
 from lockstep.distributed.reduction.report.verdict import LoopVerdict, judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.balance import Pace
-from lockstep.shares.share_step import Step
+from lockstep.shares.share_step import ShareStep
 
 TRAINING, EVALUATION = 1, 2
 
@@ -113,7 +113,7 @@ def number_of(*parts: object) -> int:
     return text_digest("\n".join(map(repr, parts)))
 
 
-def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> None:
+def check_heads(heads: Sequence[Head], step: ShareStep, collectives: Collectives) -> None:
     """Raise :class:`PeerError`, on every rank, if one has failed, or they are not all at the end of the same step.
 
     Communicates only if steps differ, and then what :func:`check_same_on_all_ranks` does.

@@ -26,7 +26,7 @@ from lockstep.errors import CommunicationError, OptionError, PeerError, ShareErr
 from lockstep.phases import Phases
 from lockstep.shares.balance import Pace, ShareClock
 from lockstep.shares.module import ShareModule
-from lockstep.shares.share_step import Step
+from lockstep.shares.share_step import ShareStep
 from lockstep.shares.share_streams import random_streams
 from lockstep.shares.share_tree import shares_of
 
@@ -40,7 +40,7 @@ class ShareWorld:
         self.group = group
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
-        self.step: Step | None = None
+        self.step: ShareStep | None = None
         self.share: int | None = None
         self.is_auditing = False
         """True if the share under way is computed for comparison only."""
@@ -50,7 +50,7 @@ class ShareWorld:
         self._clock = ShareClock()
         self._own = range(0)
         self._seed: Seed | None = None
-        self._broken: Step | None = None
+        self._broken: ShareStep | None = None
         self._has_sent_flags = False
         self._modules: list[weakref.ref[ShareModule]] = []
         self._collectives: Collectives | None = None
@@ -82,7 +82,7 @@ class ShareWorld:
                 self._enter(module, self.share)
 
     @contextmanager
-    def under_way(self, step: Step, ahead: Callable[[], int] = int) -> Iterator[list[Pace]]:
+    def under_way(self, step: ShareStep, ahead: Callable[[], int] = int) -> Iterator[list[Pace]]:
         """Run a step in the block, and finish it at the end; abort it if the block is left early.
 
         Yields a list that holds the reports of all ranks on their paces when the step has ended. ``ahead`` gives

@@ -38,7 +38,7 @@ def plan_audit(every: int | None, seed: int, epoch: int, batch: int, deal: Deal)
 
 
 @dataclass(frozen=True)
-class Step:
+class ShareStep:
     """One step of the whole world."""
 
     seed: int

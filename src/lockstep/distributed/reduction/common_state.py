@@ -100,9 +100,10 @@ class CommonState:
         parameters = self.parameters
         specs, sparse = [each.spec for each in parameters], [each.index for each in parameters if each.sparse]
         self.plan = AdaptivePlan(specs, self.members.trained, sparse, self.members.last, self._caps)
-        self._make_buckets()
+        self.make_buckets()
 
-    def _make_buckets(self) -> None:
+    def make_buckets(self) -> None:
+        """Make the buckets and the report's layout anew, for what is planned and agreed on now."""
         planned, hooked = self.plan.current.buckets, self.hook.hook is not None
         # Hooks would change the report: test_hooks_run_once_for_each_bucket_and_the_report_goes_alone. So would
         # rounding: test_small_buffers_and_the_report_stay_exact.
@@ -126,7 +127,7 @@ class CommonState:
             self.plan_changes["gradients came that no bucket waited for"] += 1
         else:
             return
-        self._make_buckets()
+        self.make_buckets()
 
     def begin_round(self, active: Sequence[int] | None) -> bool:
         """Begin a round with the buffers of the ``active`` ranks of the group, of all if None; return True if this rank
@@ -146,7 +147,7 @@ class CommonState:
         before = self.plan.current
         self.plan.restore(plan)
         if self.plan.current != before:
-            self._make_buckets()
+            self.make_buckets()
             self.do_before_next_round(lambda: check_same_on_all_ranks([Line("plan", plan)], self.collectives))
 
     def register_hook(self, hook: Hook) -> None:
@@ -155,7 +156,7 @@ class CommonState:
         After the first round, it takes part when all ranks have it: that is agreed on at the end of the next one.
         """
         if self.hook.register(hook):
-            self._make_buckets()
+            self.make_buckets()
         self.drift.is_alike = self.hook.gives_the_same
 
     def set_participants(self, ranks: Sequence[int], divide_by: float) -> None:
@@ -187,14 +188,6 @@ class CommonState:
         self.hook.agree(self.collectives)
         self.drift.is_alike = self.hook.gives_the_same
 
-    def look_for_retyped(self) -> bool:
-        """Look for parameters that have become others on this rank, which have no gradient in buckets; return True if
-        there are others than before."""
-        found = self.members.look_for_retyped()
-        if found:
-            self._make_buckets()
-        return found
-
     def agree_anew(self) -> list[ManagedParameter]:
         """Agree with all ranks on the hook and parameters; returns the new ones that any rank has a gradient of."""
         self._agree_on_hook()
@@ -212,5 +205,5 @@ class CommonState:
             self._plan_anew()
             self.plan_changes["the module has changed"] += 1
         self.buffers.renew()
-        self._make_buckets()
+        self.make_buckets()
         return is_new

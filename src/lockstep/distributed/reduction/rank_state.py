@@ -14,13 +14,12 @@ the round without a contribution, and gets the reduced gradients as all other ra
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import compress
 from typing import NamedTuple
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep._base.optimizer_steps import has_any
+from lockstep.distributed.reduction.contribution import Contribution
 from lockstep.distributed.reduction.module.buffer_sync import BufferSync
 from lockstep.distributed.reduction.module.buffers import KeptBuffers
 from lockstep.distributed.reduction.module.drift import DriftWatch
@@ -29,56 +28,6 @@ from lockstep.distributed.reduction.module.parameters import ParameterSet
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.report.pass_log import PassLog, StepLog
 from lockstep.distributed.reduction.report.status import UNKNOWN_STEPS, Part, Status
-from lockstep.distributed.reduction.window import Window, are_zero
-
-
-class Contribution:
-    """The gradients and weights of this rank since the last round. Each backward pass adds to it; a round ends it,
-    reduced or failed."""
-
-    def __init__(
-        self,
-        parameters: Sequence[ManagedParameter],
-        window: Window | None = None,
-        used: bytearray | None = None,
-        is_local: bool = False,
-    ) -> None:
-        self._parameters = parameters
-        self.used = used or bytearray(len(parameters))
-        """A one for each parameter that has had a gradient since the last round."""
-        self._none_used = bytes(len(parameters))
-        self.window = window or Window()
-        self.is_local = is_local
-        """True if some pass since the last round has not synchronised."""
-
-    def is_something(self, added: Sequence[ManagedParameter]) -> bool:
-        """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
-        ``added``, which the ranks have not agreed on yet. May wait for the device."""
-        if self.window.weights or self.window.problem:
-            return True
-        piled = [*compress(self._parameters, self.used), *added]
-        return not all(are_zero([member.parameter.grad for member in piled]))
-
-    def local_gradient(self, optimizer: Optimizer) -> str | None:
-        """Return the name of a parameter of ``optimizer`` whose gradient is this rank's only; None if there is none."""
-        if not self.is_local:
-            return None
-        # The optimizer is asked first: other threads may write gradients that are not its own.
-        own = (each for each in compress(self._parameters, self.used) if has_any(optimizer, {id(each.parameter)}))
-        return next((each.name for each in own if each.parameter.grad is not None), None)
-
-    def forget(self) -> None:
-        """Begin a new contribution: the last one has been reduced, or dropped after a failure or with a batch that is
-        left out."""
-        self.used[:] = self._none_used
-        self.is_local = False
-        self.window.close()
-
-    def renumbered(self, parameters: Sequence[ManagedParameter]) -> "Contribution":
-        """Return the same flags for other parameters, under their new numbers."""
-        used = {id(each.parameter) for each in compress(self._parameters, self.used)}
-        found = bytearray(id(each.parameter) in used for each in parameters)
-        return Contribution(parameters, self.window, found, self.is_local)
 
 
 class PaddingBatch(NamedTuple):
@@ -88,9 +37,6 @@ class PaddingBatch(NamedTuple):
     """The parameters of the module when the batch begins, which must not change in it."""
     buffers: KeptBuffers
     """What the module has got from the last round, which it gets back after each pass of the batch."""
-
-
-_NO_PASS = 0, 0, 0
 
 
 class RankState:
@@ -116,8 +62,6 @@ class RankState:
         """What it contributes to the next round."""
         self.padding_batch: PaddingBatch | None = None
         """The batch that counts nothing, if the loop is at one."""
-        self.differs = False
-        """True if it has other parameters, buffers or another hook than the ranks have agreed on."""
         self.used_at_last = b""
         """A one for each parameter that had a gradient in the last round that ended well."""
         self._members = members
@@ -126,36 +70,31 @@ class RankState:
         self._decisions = decisions
         self._global_rank = global_rank
         self._lock = lock
-        self._in_round = False
 
     @property
     def has_accumulated(self) -> bool:
         """True if micro-batches have accumulated that a later round is to reduce."""
-        return self.contribution.is_local or bool(self.contribution.window.weights)
+        return self.contribution.is_local or bool(self.contribution.weights)
 
     def set_requires_sync(self, required: bool) -> None:
-        """Return True if backward passes that begin from now on synchronise."""
+        """Choose whether backward passes that begin from now on synchronise."""
         self.requires_sync = required
 
     # ------------------------------------------------------------------------------------- passes and rounds
 
-    def look_for_changes(self) -> None:
-        """Check whether the module has other parameters than agreed on, when a backward pass, a batch or a block
+    def look_for_changes(self) -> bool:
+        """Return True if the module has other parameters than agreed on, when a backward pass, a batch or a block
         begins."""
         changed = self._members.look_for_changes()
-        # A pass may open the round before it reaches outputs of the forward:
-        # test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward.
-        found = self._in_round and self.differs
-        self.differs = found or (self.requires_sync and changed)
-        window = self.contribution.window
-        if window.weights:
-            window.check_members(self._members.here)
+        if self.contribution.weights:
+            self.contribution.check_members(self._members.here)
         if self.padding_batch is not None:
-            window.fail_if_changed(self.padding_batch.members, self._members.here)
+            self.contribution.fail_if_changed(self.padding_batch.members, self._members.here)
+        return changed
 
     def begin_pass(self) -> None:
         """Note that a backward pass has reached the module."""
-        self.contribution.window.pass_begins()
+        self.contribution.pass_begins()
         if not self.requires_sync:
             self.contribution.is_local = True
             self._drift.note_local_pass()
@@ -163,23 +102,7 @@ class RankState:
     def pass_failed(self) -> None:
         """Note that a backward pass has failed on this rank. If it synchronises, its contribution is dropped anyway."""
         if self.padding_batch is None:
-            self.contribution.window.pass_failed()
-
-    def pass_lost(self) -> None:
-        """Note that a backward pass has failed on this rank before it has reached the module, or without a way there,
-        and that the other ranks are not told."""
-        self.contribution.window.pass_lost()
-
-    def begin_round(self, expected: bool, differs: bool) -> None:
-        """Note that a round opens.
-
-        ``expected``: its pass was to go through the module, which has been looked at; ``differs``: this rank has other
-        hook or buffers than the ranks have agreed on.
-        """
-        if not expected:
-            self.look_for_changes()
-        self.differs = self.differs or differs
-        self._in_round = True
+            self.contribution.pass_failed()
 
     def warn_of_local_gradients(self, optimizer: Optimizer) -> None:
         """Warn that an optimizer uses a gradient that is this rank's only, unless the program may have summed it."""
@@ -194,7 +117,7 @@ class RankState:
 
     def renumber(self) -> None:
         """Note that the ranks have agreed on other parameters."""
-        self.contribution = self.contribution.renumbered(self._members.parameters)
+        self.contribution.renumber(self._members.parameters)
 
     def end_round(self, opened: bool, applied: bool, knows_steps: bool) -> None:
         """Note that a backward pass with a round is over, whether or not the round has ``opened`` on this rank.
@@ -205,7 +128,6 @@ class RankState:
         The contribution is dropped after a failure, too:
         test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
         """
-        self._in_round = False
         if not opened and self.padding_batch is not None:
             self.padding_batch.buffers.give_back()
         if applied and self.contribution.used != self.used_at_last:
@@ -216,36 +138,30 @@ class RankState:
 
     def end_pass(self, accumulated: bool) -> None:
         """Note that a backward pass without a round is over, and whether it has ``accumulated`` gradients."""
-        self._in_round = False
         if self.padding_batch is not None:
             self.padding_batch.buffers.give_back()
         if accumulated or self.padding_batch is not None:
-            self.contribution.window.pass_ended()
-        self.passes.end_pass()
-
-    def takes_part(self, accumulates: bool) -> bool:
-        """Return True if a backward pass that has gone through the module, but left no gradient in it, still takes part
-        in a round.
-
-        It does if other ranks may have gradients: on this rank the loss reaches only frozen parameters.
-        """
-        members = self._members
-        trained = any(each.parameter.requires_grad for each in (*members.parameters, *members.added))
-        return accumulates and self.passes.is_reached and trained
+            self.contribution.pass_ended()
 
     # ------------------------------------------------------------------------------- what it says of a round
 
-    def status(self, number: int, part: Part, passive: bool) -> Status:
-        """Return this rank's status for round ``number``, in which it takes that part; ``passive``: without a backward
-        pass."""
-        window, loops = self.contribution.window, self._decisions
-        called, through, unused_forwards = _NO_PASS if passive or part is Part.SKIPS else self.passes.summarize()
+    def status(self, number: int, part: Part, called: int | None, differs: bool) -> Status:
+        """Return this rank's status for round ``number``, in which it takes that part.
+
+        ``called``: how the pass has called the module, as a :class:`Called`; None if there is no pass. ``differs``: the
+        rank has other parameters, buffers or another hook than the ranks have agreed on.
+        """
+        loops, weights = self._decisions, self.contribution.weights
+        if called is None or part is Part.SKIPS:
+            called = through = unused_forwards = 0
+        else:
+            called, through, unused_forwards = self.passes.summarize(called)
         if loops.skips_next and part is not Part.FAILED:
             part = Part.SKIPS
         batch = loops.batch
         if batch:  # batches are compared, so that a forward beside them is none that was skipped
             unused_forwards = 0
-        stops, ends, weights = loops.asks_to_stop, loops.innermost.batch.ends, window.weights
+        stops, ends = loops.asks_to_stop, loops.innermost.batch.ends
         self._drift.has_missed_steps |= part is Part.JOINED
         drift = self._drift.tell(number, known=self.steps.count != UNKNOWN_STEPS)
         return Status(
@@ -254,7 +170,7 @@ class RankState:
             part=part,
             stops=stops,
             ends=ends,
-            changed=self.differs,
+            changed=differs,
             weighted=bool(weights),
             called=called,
             through=through,
@@ -283,8 +199,9 @@ class RankState:
         try:
             yield
         finally:
-            is_same = self._members.parameters is before
-            self.contribution = own if is_same else own.renumbered(self._members.parameters)
+            self.contribution = own
+            if self._members.parameters is not before:
+                own.renumber(self._members.parameters)
             for each, grad in zip(parameters, grads, strict=True):
                 if restores(each):
                     each.grad = grad
@@ -322,5 +239,5 @@ class RankState:
             yield
             return
         self.look_for_changes()
-        with self.contribution.window.block(weight, self._members.here, self.requires_sync):
+        with self.contribution.block(weight, self._members.here, self.requires_sync):
             yield

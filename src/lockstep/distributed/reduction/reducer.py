@@ -37,10 +37,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
-from itertools import repeat
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -55,7 +53,6 @@ from lockstep.distributed.reduction.autograd.engine import (
 )
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot
 from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
-from lockstep.distributed.reduction.buckets.bucket import set_grads
 from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import (
@@ -73,6 +70,7 @@ from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.report.pass_log import ForwardMark
 from lockstep.distributed.reduction.report.status import Part
 from lockstep.distributed.reduction.round import Round
+from lockstep.distributed.reduction.step import Step
 from lockstep.errors import (
     AgreementError,
     CommunicationError,
@@ -107,13 +105,11 @@ class Reducer:
         )
         self.passes = self.rank_state.passes
         self.home = threading.get_ident()  # the thread in which the module is used
-        self._open_passes: list[_OpenPass] = []  # passes under way that may come to the module, inside of one another
-        self._round: Round | None = None  # of the last of them, if that synchronises and has opened it
+        self._steps: list[Step] = []  # of the passes under way that may reach the module, inside of one another
         self._aborted: Round | None = None  # what it has sent may not have arrived yet
         self.has_failed = False
         """True if the last round has failed on some rank, or was left out; the same on all ranks."""
         self._members = common.members
-        self._has_hooks = False  # users have hooks on parameters, as the last pass found when it began
         self._route = _Route.UNKNOWN
         self._triggers: dict[int, Trigger] = {}  # by number of the parameter, put onto it while a pass runs
         self._triggers_of: BucketsInUse | None = None  # the buckets that they are for; None: to be chosen anew
@@ -138,23 +134,25 @@ class Reducer:
     def pass_begins(self, this: BackwardPass) -> None:
         """Note that a backward pass begins, before it adds to any gradient."""
         with self._lock:
-            if self._open_passes and self._has_been_reached(self._open_passes[-1]):
-                return  # it joins the pass around it
-            if self._open_passes and not this.is_inside(self._open_passes[-1].this):
-                self._drop_passes()  # of another thread, and never came here
-            self._open_passes.append(self._watch(this))
+            if self._steps:
+                outer = self._steps[-1]
+                if outer.is_reached:
+                    return  # it joins the pass around it
+                if outer.this is None or not this.is_inside(outer.this):
+                    self._drop_steps()  # of another thread, and never came here
+            self._steps.append(self._begin_step(this))
 
-    def _watch(self, this: BackwardPass) -> "_OpenPass":
+    def _begin_step(self, this: BackwardPass) -> Step:
         own = self.rank_state
         if not this.adds:
-            return _OpenPass(this, GradientSnapshot(()), own.requires_sync)
+            return Step(this, GradientSnapshot(()), own.requires_sync)
         captured = own.requires_sync and self.common.is_on_accelerator and is_capturing(self.common.device)
         if captured and self.is_in_reach(this.reach):  # in the pass a stream might wait that must not: CUDA would raise
             self._check_alive()
         self._look_for_retyped()
-        own.look_for_changes()
-        if own.contribution.window.weights:
-            own.contribution.window.check_gradients()
+        changed = own.look_for_changes()
+        if own.contribution.weights:
+            own.contribution.check_gradients()
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
             check_optimizers(self._members.named)
@@ -162,45 +160,51 @@ class Reducer:
             self._choose_triggers()
         if self.common.plan.observes:
             self.common.plan.begin_round()
-        watched = _OpenPass(this, GradientSnapshot(parameters), own.requires_sync)
-        self._has_hooks = False
+        step = Step(this, GradientSnapshot(parameters), own.requires_sync, changed and own.requires_sync)
         if self._triggers or any(map(hooks_of, parameters)):
             on = [(self.parameters[number].parameter, trigger) for number, trigger in self._triggers.items()]
-            watched.hooks = PassHooks(parameters, on)
-            self._has_hooks = watched.hooks.has_users
+            step.hooks = PassHooks(parameters, on)
+            step.has_users_hooks = step.hooks.has_users
         if own.padding_batch is not None:
-            watched.set_aside()
-        return watched
+            step.set_aside()
+        return step
+
+    def _begin_step_without_pass(self) -> Step:
+        self._look_for_retyped()
+        own = self.rank_state
+        changed, parameters = own.look_for_changes(), self._members.tracked
+        step = Step(None, GradientSnapshot(parameters), own.requires_sync, changed and own.requires_sync)
+        step.has_users_hooks = any(map(users_hooks_of, parameters))
+        self._steps.append(step)
+        return step
 
     def _look_for_retyped(self) -> None:
         """Look for parameters that have become others, unless a pass is under way, which has begun without."""
-        if self._round is None and not self._open_passes and self.common.look_for_retyped():
+        if not self._steps and self._members.look_for_retyped():  # their gradients are in no bucket now
+            self.common.make_buckets()
             self.rank_state.renumber()
-
-    def _has_been_reached(self, watched: "_OpenPass") -> bool:
-        return self._round is not None or watched.is_expected or bool(watched.snapshot.changed())
 
     def watches(self, this: BackwardPass) -> bool:
         """Return True if that pass, if any, may reach the module, and no other pass is under way inside of it."""
-        innermost = self._open_passes[-1:]  # a copy: threads of other modules ask, while this one's ends a pass
+        innermost = self._steps[-1:]  # a copy: threads of other modules ask, while this one's ends a pass
         return bool(innermost) and innermost[0].this is this
 
     @property
     def in_backward(self) -> bool:
         """Return True if a backward pass is under way that has reached the module."""
         with self._lock:
-            return bool(self._open_passes) and self._has_been_reached(self._open_passes[-1])
+            return bool(self._steps) and self._steps[-1].is_reached
 
     @property
-    def is_expected(self) -> bool:
+    def through_forward(self) -> bool:
         """Return True if the pass under way has gone through outputs of a forward."""
-        innermost = self._open_passes[-1:]
-        return bool(innermost) and innermost[0].is_expected
+        innermost = self._steps[-1:]
+        return bool(innermost) and innermost[0].through_forward
 
     @property
     def synchronises(self) -> bool:
         """Return True if the pass under way synchronises gradients, or the next one if none is."""
-        innermost = self._open_passes[-1:]
+        innermost = self._steps[-1:]
         return innermost[0].synchronises if innermost else self.rank_state.requires_sync
 
     def on_output_grad(self, forward: ForwardMark | None = None) -> None:
@@ -211,18 +215,16 @@ class Reducer:
         if self.retired:
             return
         with self._lock:
-            watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
-            watched.is_expected = True
-            self.passes.note_reached(
-                forward, forward is None or self._members.is_own_parameter(forward.bound_parameter)
-            )
+            step = self._steps[-1] if self._steps else self._begin_unseen_step()
+            own = forward is None or self._members.is_own_parameter(forward.bound_parameter)
+            step.goes_through(self.passes.note_reached(forward), own)
 
-    def _watch_foreign(self) -> "_OpenPass":
-        """Watch a pass whose beginning the reducer has not seen, and return it."""
+    def _begin_unseen_step(self) -> Step:
+        """Begin the step of a pass whose beginning the reducer has not seen."""
         this = current_pass()
-        watched = self._watch(foreign_pass() if this is None else this.whole)
-        self._open_passes.append(watched)
-        return watched
+        step = self._begin_step(foreign_pass() if this is None else this.whole)
+        self._steps.append(step)
+        return step
 
     # ------------------------------------------------------------------------------------ fill
 
@@ -253,21 +255,20 @@ class Reducer:
         with self._lock:
             if self.retired:
                 return
-            if self._round is None:
-                watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
+            step = self._steps[-1] if self._steps else self._begin_unseen_step()
+            if step.round is None:
                 if self.common.plan.observes:
                     self.common.plan.observe(index)
-                elif watched.synchronises and self.rank_state.padding_batch is None and self.common.modules.exclusive:
-                    self._open(watched)
-            if self._round is None:
-                return
-            self._round.bucket_triggered(index, self._open_passes[-1].snapshot)
+                elif step.synchronises and self.rank_state.padding_batch is None and self.common.modules.exclusive:
+                    self._open(step)
+            if step.round is not None:
+                step.round.bucket_triggered(index, step.before)
 
-    def _open(self, watched: "_OpenPass") -> None:
-        if watched.this.over:
+    def _open(self, step: Step) -> None:
+        if step.this is not None and step.this.over:
             return  # it has failed in another thread: nobody waits for it any more
         self._check_alive()
-        self._open_round(watched.is_expected)
+        self._open_round(step)
 
     def _check_alive(self) -> None:
         try:
@@ -281,38 +282,44 @@ class Reducer:
             note_failure(self)
             raise
 
-    def _open_round(self, expected: bool, passive: bool = False) -> None:
-        """Open the round.
-
-        ``expected``: the pass was expected to go through the module; ``passive``: this rank takes part without a pass.
-        """
+    def _open_round(self, step: Step) -> None:
         if self._aborted is not None:
             self.finish_aborted()
-        if not self._open_passes:
-            self._look_for_retyped()
-        self.rank_state.begin_round(expected, self.common.begin_round(self.decisions.active))
-        before = self._open_passes[-1].snapshot if self._open_passes else GradientSnapshot(self._members.tracked)
-        self._round = Round(self.common.rounds + 1, self.common, self.rank_state, before, passive)
+        others = self.common.begin_round(self.decisions.active)
+        if not step.through_forward and self.rank_state.look_for_changes() and self.rank_state.requires_sync:
+            others = True  # the pass was not expected here when it began
+        step.differs = step.differs or others
+        step.round = Round(self.common.rounds + 1, self.common, self.rank_state, step.before)
 
     # ------------------------------------------------------------------------------------ look
 
     def find_arrived(self) -> bool:
         """Find the gradients that the finished pass has set or changed; return True if there are any."""
         with self._lock:
-            watched = self._open_passes[-1]
-            came = watched.snapshot.changed()
-            if self._round is not None:
-                came = self._round.with_taken(came)
+            step = self._steps[-1]
+            came = step.before.changed()
+            if step.round is not None:
+                came = step.round.with_taken(came)
             if came and self.has_lost_parameters:  # other modules may synchronise some of them by now
-                came = [position for position in came if self._owns(watched.snapshot.parameters[position])]
-            watched.came = came
-            if came and not watched.is_expected:
+                came = [position for position in came if self._owns(step.before.parameters[position])]
+            step.came = came
+            if came and not step.through_forward:
                 self._route = _Route.PAST_FORWARD
                 if is_autograd_compiled():
                     self.passes.compile_forward()  # it is not known which outputs it has gone through
             elif came and self._route is _Route.UNKNOWN:
                 self._route = _Route.THROUGH_FORWARD
-            return bool(came) or self._round is not None
+            return bool(came) or step.round is not None
+
+    def takes_part(self, accumulates: bool) -> bool:
+        """Return True if a backward pass that has gone through the module, but left no gradient in it, still takes part
+        in a round.
+
+        It does if other ranks may have gradients: on this rank the loss reaches only frozen parameters.
+        """
+        members = self._members
+        trained = any(each.parameter.requires_grad for each in (*members.parameters, *members.added))
+        return accumulates and self._steps[-1].is_within_module and trained
 
     @property
     def may_go_past_forward(self) -> bool:
@@ -326,17 +333,16 @@ class Reducer:
     def accumulate(self) -> None:
         """Note that the pass has reached the module, and does not synchronise."""
         with self._lock:
-            watched = self._open_passes[-1]
             if self.rank_state.padding_batch is None:
-                self._note_used(watched)
+                self._note_used(self._steps[-1])
                 self.rank_state.begin_pass()
 
-    def _note_used(self, watched: "_OpenPass") -> None:
+    def _note_used(self, step: Step) -> None:
         used = self.rank_state.contribution.used
-        if len(watched.came) == len(used) == len(watched.snapshot.parameters):
+        if len(step.came) == len(used) == len(step.before.parameters):
             used[:] = self.common.buckets.all_used
             return
-        for position in watched.came:
+        for position in step.came:
             if position < len(used):
                 used[position] = 1
 
@@ -353,30 +359,29 @@ class Reducer:
             try:
                 if self.rank_state.padding_batch is not None:
                     return self._finalize_padding(part)
-                watched = self._open_passes[-1] if self._open_passes else None
-                if watched is None or not (watched.came or self._round is not None):
+                step = self._steps[-1] if self._steps else None
+                if step is None or not (step.came or step.round is not None):
                     # This rank has no gradient of the module, but another rank may have.
-                    self._open_without_gradient()
-                    return self._finish(part)
-                if watched.this.creates_graph:
+                    return self._finish_without_gradient(part)
+                if step.this is not None and step.this.creates_graph:
                     _warn_of_graph()
-                if self._round is None:
-                    self._open(watched)
+                if step.round is None:
+                    self._open(step)
                 try:
-                    self._note_used(watched)
+                    self._note_used(step)
                     self.rank_state.begin_pass()
                 except BaseException:  # of this rank alone: the report tells the others
                     self.abort()
                     raise
-                return self._finish(part)
+                return self._finish(step, part)
             finally:
                 self.end_pass()
 
     def _finalize_padding(self, part: Part) -> Sequence[Parameter]:
         """Finalize at a padding batch: contribute the gradients that were accumulated before it, if there are any."""
         own = self.rank_state
-        for watched in self._open_passes:
-            watched.put_back()
+        for step in self._steps:
+            step.put_back()
         if own.padding_batch is not None:
             own.padding_batch.buffers.give_back()
         something = own.contribution.is_something(self._members.added)
@@ -384,37 +389,38 @@ class Reducer:
             part = Part.PADDING
         try:
             with nullcontext() if something else own.set_aside(self._is_kept):
-                self._open_without_gradient()
-                return self._finish(part)
+                return self._finish_without_gradient(part)
         finally:
             own.keep_padding()
 
-    def _open_without_gradient(self) -> None:
+    def _finish_without_gradient(self, part: Part) -> Sequence[Parameter]:
         self._check_alive()
-        if not self._open_passes:
-            self._has_hooks = any(map(users_hooks_of, self._members.tracked))
+        step = self._steps[-1] if self._steps else self._begin_step_without_pass()
+        if not step.is_within_module:
+            step.called = None
         try:
-            self._open_round(self.is_expected, not self.passes.is_reached)
+            self._open_round(step)
         except (PeerError, OptionError):
             self.abort()
             raise
+        return self._finish(step, part)
 
-    def _finish(self, part: Part) -> Sequence[Parameter]:
-        current = self._round
+    def _finish(self, step: Step, part: Part) -> Sequence[Parameter]:
+        current = step.round
         if current is None:
             return ()
         if not self.common.is_ready:
             self.common.get_ready()
         current.end_filling()
         try:
-            if self.rank_state.contribution.window.problem:
-                raise OptionError(self.rank_state.contribution.window.problem)
-            current.launch_rest(self.rank_state.status(current.number, part, current.passive))
+            if self.rank_state.contribution.problem:
+                raise OptionError(self.rank_state.contribution.problem)
+            current.launch_rest(self.rank_state.status(current.number, part, step.called, step.differs))
         except BaseException:  # of this rank alone: the others wait for what is not sent
             self.abort()
             raise
         current.wait()
-        return current.conclude(lists_used=self._has_hooks)
+        return current.conclude(lists_used=step.has_users_hooks)
 
     def run_hooks(self, parameters: Sequence[Parameter]) -> None:
         """Run users' hooks of parameters whose gradients have been reduced, unless another module reduces them."""
@@ -432,12 +438,12 @@ class Reducer:
     def end_pass(self, failed: bool = False) -> None:
         """End the backward pass, with or without an error; ``failed``: all ranks know that its round has failed."""
         with self._lock:
-            watched = self._open_passes.pop() if self._open_passes else None
-            if watched is not None and (watched.hooks or watched.aside):
-                watched.put_back()
-            accumulated = watched is not None and bool(watched.came) and not watched.synchronises
-            del watched  # whose references would look like the program's
-            ended, self._round = self._round, None
+            step = self._steps.pop() if self._steps else None
+            if step is not None and (step.hooks or step.aside):
+                step.put_back()
+            accumulated = step is not None and bool(step.came) and not step.synchronises
+            ended = None if step is None else step.round
+            del step  # whose references would look like the program's
             if ended is not None:
                 self._end_round(ended)
             if failed or (ended is not None and self.has_failed):
@@ -451,8 +457,8 @@ class Reducer:
                 self.rank_state.end_round(ended is not None, applied, knows_steps)
             else:
                 self.rank_state.end_pass(accumulated)
-            for outer in self._open_passes:  # the gradients of this pass do not belong to those
-                outer.snapshot = GradientSnapshot(outer.snapshot.parameters)
+            for outer in self._steps:  # the gradients of this pass do not belong to those
+                outer.before = GradientSnapshot(outer.before.parameters)
 
     def _end_round(self, ended: Round) -> None:
         self.has_failed = not ended.is_applied
@@ -464,14 +470,14 @@ class Reducer:
                 if self._triggers.pop(before, None) is not None:
                     self._triggers[number] = self._new_trigger(number)
 
-    def _drop_passes(self) -> None:
-        while self._open_passes:
+    def _drop_steps(self) -> None:
+        while self._steps:
             self.pass_leaves()
 
     def pass_leaves(self) -> None:
         """Note that the innermost pass is over, and has not reached the module."""
         with self._lock:
-            self._open_passes.pop().put_back()
+            self._steps.pop().put_back()
 
     @torch.no_grad()
     def abort(self) -> None:
@@ -488,18 +494,20 @@ class Reducer:
             self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
 
     def _abort_round(self, part: Part) -> None:
-        if self._round is None:
+        step = self._steps[-1] if self._steps else None
+        if step is None or step.round is None:
             self._check_alive()
+            step = step or self._begin_step_without_pass()
             with suppress(PeerError, OptionError):  # which the others know of
-                self._open_round(self.is_expected)
+                self._open_round(step)
         try:
             self.common.get_ready()
         except BaseException:
             note_failure(self)
             raise
-        assert self._round is not None
-        current = self._aborted = self._round
-        current.fail(self.rank_state.status(current.number, part, current.passive))
+        assert step.round is not None
+        current = self._aborted = step.round
+        current.fail(self.rank_state.status(current.number, part, step.called, step.differs))
         self.decisions.note_aborted(self.finish_aborted)
 
     def finish_aborted(self) -> None:
@@ -517,9 +525,9 @@ class Reducer:
         return any(id(parameter) in reach.leaves for parameter in self._members.tracked)
 
     def is_within(self, reach: ReachableLeaves, expected: bool) -> bool:
-        """Return True if a pass of that reach is a round, as :meth:`RankState.takes_part` has it or because it
+        """Return True if a pass of that reach is a round, as :meth:`takes_part` has it or because it
         accumulates into a parameter; ``expected``: it goes through the module."""
-        if not self._open_passes:
+        if not self._steps:
             self._members.look_for_changes()
         samples = reach.marks.get(id(self), ())
         own = any(self._members.is_own_parameter(bound_parameter) for bound_parameter in samples)
@@ -531,14 +539,14 @@ class Reducer:
         self.common.drift.stop()
         self.rank_state.end_padding_batch()
         self.common.modules.unregister(self)
-        self._drop_passes()
+        self._drop_steps()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_ending():  # the names below may be gone: test_a_program_ends_without_a_word
             return
         if self.retired:
             return
-        self._drop_passes()
+        self._drop_steps()
         for each in self.parameters:
             if owner_of(each.parameter) in (None, self):
                 note_outlived(each.parameter, each.name)
@@ -571,40 +579,6 @@ class _Route(Enum):
     THROUGH_FORWARD = auto()
     PAST_FORWARD = auto()
     """True if some pass has reached the module without going through outputs of its forward."""
-
-
-class _OpenPass:
-    """A pass under way that may reach the module."""
-
-    __slots__ = ("aside", "came", "hooks", "is_expected", "snapshot", "synchronises", "this")
-
-    def __init__(self, this: BackwardPass, snapshot: GradientSnapshot, synchronises: bool) -> None:
-        self.this = this
-        self.snapshot = snapshot
-        """The gradients before it."""
-        self.synchronises = synchronises
-        self.is_expected = False
-        """True if it has gone through outputs of a forward."""
-        self.hooks: PassHooks | None = None
-        """What it has put onto the parameters in place of their hooks."""
-        self.aside: Sequence[Tensor | None] = ()
-        """The gradients from before it, if it counts nothing."""
-        self.came: Sequence[int] = ()
-        """The gradients that have come in it, as far as is known, by position in the snapshot."""
-
-    def set_aside(self) -> None:
-        """Let no parameter have a gradient until :meth:`put_back`: the pass counts nothing."""
-        self.aside = self.snapshot.grads
-        set_grads(self.snapshot.parameters, repeat(None))
-
-    def put_back(self) -> None:
-        """Give the parameters back what the pass has taken off them: hooks, and gradients."""
-        hooks, self.hooks = self.hooks, None
-        if hooks is not None:
-            hooks.put_back()
-        aside, self.aside = self.aside, ()
-        if aside:
-            set_grads(self.snapshot.parameters, aside)
 
 
 @cache  # once in a process

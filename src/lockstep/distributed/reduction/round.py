@@ -37,13 +37,9 @@ from lockstep.errors import AgreementError, CommunicationError, OptionError, Pee
 class Round:
     """Reduces the gradients of one backward pass, together with the same round of the other ranks."""
 
-    def __init__(
-        self, number: int, common: CommonState, own: RankState, before: GradientSnapshot, passive: bool = False
-    ) -> None:
-        """``own``: what this rank has accumulated; ``before``: the gradients before the pass; ``passive``: this rank
-        takes part without a backward pass."""
+    def __init__(self, number: int, common: CommonState, own: RankState, before: GradientSnapshot) -> None:
+        """``own``: what this rank has accumulated; ``before``: the gradients before the pass."""
         self.number = number
-        self.passive = passive
         self.status: Status | None = None
         """What this rank says in the report, once backward has ended or failed."""
         self.has_failed = False

@@ -76,7 +76,7 @@ class GroupScheduler(PassObserver):
         silent: list[Reducer] = []
         others: list[Reducer] = []
         for module in watching:
-            (reached if module.find_arrived() else silent if module.is_expected else others).append(module)
+            (reached if module.find_arrived() else silent if module.through_forward else others).append(module)
         if others and not (reached or silent):
             # A custom Function may return None for every gradient: then only the graph shows that a module was reached.
             reached = [each for each in others if each.may_go_past_forward and each.is_in_reach(this.reach)]
@@ -96,7 +96,7 @@ class GroupScheduler(PassObserver):
                 module.accumulate()
             if silent:
                 accumulates = this.accumulates
-                reducing += [each for each in silent if each.synchronises and each.rank_state.takes_part(accumulates)]
+                reducing += [each for each in silent if each.synchronises and each.takes_part(accumulates)]
             if self.modules.exclusive:
                 self.reduce(reducing)
             elif reducing:
@@ -198,10 +198,10 @@ class GroupScheduler(PassObserver):
         for each in self.modules:
             if each in failing:
                 continue
-            if each.synchronises and each.is_within(reach, each in watching and each.is_expected):
+            if each.synchronises and each.is_within(reach, each in watching and each.through_forward):
                 failing.append(each)
             else:
-                each.rank_state.pass_lost()
+                each.rank_state.contribution.pass_lost()
         self._abort(failing, this)
         for each in watching:
             if each.watches(this):  # it does not synchronise, or no gradient of it was to come

@@ -46,9 +46,8 @@ class PassLog:
         self.name = str(next(_numbers))
         _logs[self.name] = self
         self._round = 0
-        self._called = 0
         self._through = self._unused_forwards = 0
-        self._compiled = self._own = False
+        self._compiled = False
 
     def enter_forward(self, counts: bool) -> None:
         """Note that a forward begins; ``counts``: a backward is expected to go through it."""
@@ -71,47 +70,34 @@ class PassLog:
         """Note that the compiler has traced a forward: calls of the module are no longer seen."""
         self._compiled = True
 
-    def note_reached(self, mark: ForwardMark | None, own: bool) -> None:
-        """Note that the backward pass goes through a forward; ``own``: it ran on the module's own parameters.
+    def note_reached(self, mark: ForwardMark | None) -> int:
+        """Note that a backward pass goes through a forward; return how that was called, as a :class:`Called`.
 
         ``mark`` is None for a pass that reaches the module through a mean over the ranks.
         """
-        self._called |= _UNKNOWN if mark is None else mark.called
-        if own:
-            self._own = True
-        if mark is not None and mark.round == self._round:
+        if mark is None:
+            return _UNKNOWN
+        if mark.round == self._round:
             mark.round = None
             self._through += 1
             if self._unused_forwards:
                 self._unused_forwards -= 1
+        return mark.called
 
     @property
     def has_begun(self) -> bool:
         """True if a forward has begun since the last round."""
         return self._through + self._unused_forwards > 0
 
-    @property
-    def is_reached(self) -> bool:
-        """True if the current pass has gone through a forward on the module's own parameters, or a mean that leads
-        there."""
-        return self._own
-
-    def summarize(self) -> tuple[int, int, int]:
+    def summarize(self, called: int) -> tuple[int, int, int]:
         """Return, for the report, how the module was called (a :class:`Called`), and the numbers of forwards that
-        backward has gone through and left out since the last round."""
-        called = self._called or (_UNKNOWN if self._compiled else _OTHERWISE)
-        return called, self._through, self._unused_forwards
-
-    def end_pass(self) -> None:
-        """Note that the backward pass is over."""
-        self._called = 0
-        self._own = False
+        backward has gone through and left out since the last round; ``called``: as far as the pass has seen it."""
+        return called or (_UNKNOWN if self._compiled else _OTHERWISE), self._through, self._unused_forwards
 
     def end_round(self) -> None:
-        """Note that the backward pass is over and was a round: start to count forwards from zero."""
+        """Note that a round is over: start to count forwards from zero."""
         self._round += 1
-        self._called = self._through = self._unused_forwards = 0
-        self._own = False
+        self._through = self._unused_forwards = 0
 
 
 class StepLog:

@@ -1,16 +1,19 @@
-"""The micro-batches of one round that have weights, and what may not happen to gradients between them."""
+"""What one rank contributes to a round: the gradients of its passes since the last one, and their weights."""
 
 import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from threading import get_ident
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep._base.dtensors import local_part
+from lockstep._base.optimizer_steps import has_any
 from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
 
 _NO_WEIGHT = (
@@ -55,16 +58,24 @@ class _Left(NamedTuple):
         return self.grad() is grad and grad._version == self.version
 
 
-class Window:
-    """The weighted micro-batches that one round reduces.
+class Contribution:
+    """The gradients and weights of this rank since the last round. Each backward pass adds to it; a round ends it,
+    reduced or failed.
 
-    The first block of ``accumulate(weight=...)`` opens a window, and the round closes it. Each block adds its weight
-    once, even if no backward pass in it reaches the module. So that the sums of gradients and of weights match, a
-    window begins without gradients, and nothing but backward may change them until the round. A violation makes this
-    rank's part in the round fail, and thereby the round on all ranks: :attr:`problem`.
+    The first block of ``accumulate(weight=...)`` opens a *window* of micro-batches with weights, and the round closes
+    it. Each block adds its weight once, even if no backward pass in it reaches the module. So that the sums of
+    gradients and of weights match, a window begins without gradients, and nothing but backward may change them until
+    the round. A violation makes this rank's part in the round fail, and thereby the round on all ranks:
+    :attr:`problem`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[ManagedParameter]) -> None:
+        self._parameters = parameters
+        self.used = bytearray(len(parameters))
+        """A one for each parameter that has had a gradient since the last round."""
+        self._none_used = bytes(len(parameters))
+        self.is_local = False
+        """True if some pass since the last round has not synchronised."""
         self.weights: list[float] = []
         """The weights of its blocks; empty if the micro-batches have none: no window is open."""
         self.problem = ""
@@ -74,6 +85,38 @@ class Window:
         self._lost = 0  # number of passes that have failed without reaching the module
         self._thread = 0  # in which a block is under way
         self._left: list[_Left] = []
+
+    def is_something(self, added: Sequence[ManagedParameter]) -> bool:
+        """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
+        ``added``, which the ranks have not agreed on yet. May wait for the device."""
+        if self.weights or self.problem:
+            return True
+        piled = [*compress(self._parameters, self.used), *added]
+        return not all(are_zero([member.parameter.grad for member in piled]))
+
+    def local_gradient(self, optimizer: Optimizer) -> str | None:
+        """Return the name of a parameter of ``optimizer`` whose gradient is this rank's only; None if there is none."""
+        if not self.is_local:
+            return None
+        # The optimizer is asked first: other threads may write gradients that are not its own.
+        own = (each for each in compress(self._parameters, self.used) if has_any(optimizer, {id(each.parameter)}))
+        return next((each.name for each in own if each.parameter.grad is not None), None)
+
+    def renumber(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Go on with other ``parameters``: the same ones count as used, under their new numbers."""
+        used = {id(each.parameter) for each in compress(self._parameters, self.used)}
+        self._parameters = parameters
+        self.used = bytearray(id(each.parameter) in used for each in parameters)
+        self._none_used = bytes(len(parameters))
+
+    def forget(self) -> None:
+        """Begin a new contribution: the last one has been reduced, or dropped after a failure or with a batch that is
+        left out."""
+        self.used[:] = self._none_used
+        self.is_local = False
+        self._close()
+
+    # ------------------------------------------------------------------------------------------ weights
 
     @contextmanager
     def block(self, weight: float, parameters: Sequence[ManagedParameter], synchronises: bool) -> Iterator[None]:
@@ -95,7 +138,7 @@ class Window:
             if self.weights and self._lost > lost and self._passes == passes:
                 del self.weights[blocks:]
             if synchronises and not self._passes:
-                self.close()
+                self._close()
         except BaseException:
             if self._passes > passes:
                 self.fail(_INCOMPLETE)
@@ -103,7 +146,7 @@ class Window:
                 del self.weights[blocks:]
                 self.problem = problem
             elif self.weights:
-                self.close()
+                self._close()
             raise
         finally:
             self._blocks -= 1
@@ -175,7 +218,7 @@ class Window:
         """Let this rank's part in the round fail; the first problem counts."""
         self.problem = self.problem or problem
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Forget the weights: the round has ended, or all ranks discard the accumulated gradients."""
         self.weights.clear()
         self.problem = ""
