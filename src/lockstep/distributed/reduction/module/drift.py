@@ -176,9 +176,9 @@ class DriftWatch:
         A step that another optimizer has made inside of it does not count: it may be one of a part of the parameters.
         """
         steps = self._optimizers.get(optimizer)
-        if steps is None or steps.begun is None:
+        if steps is None or steps.begun is None or steps.table is None:
             return
-        round_, ended = self.round, self._ended
+        table, round_, ended = steps.table, self.round, self._ended
         before = steps.before if steps.begun == round_ else 0
         if steps.inside:
             steps.inside -= 1
@@ -195,13 +195,13 @@ class DriftWatch:
                 return
         ended.pop(id(optimizer), None)
         ended[id(optimizer)] = steps, known
-        self._after_step = self.table.sample()
+        self._after_step = table.sample()
         look = self._looks.get(round_)
         if look is None:
-            if not (self.is_first or self.table.due(round_)):
+            if not (self.is_first or table.is_due(round_)):
                 return
-            look = self._looks[round_] = Look(self.table, round_, self.is_first)
-        if look.concerns(optimizer) and not is_captured(self.table):
+            look = self._looks[round_] = Look(table, round_, self.is_first)
+        if look.concerns(optimizer) and not is_captured(table):
             optimizers = [each for some, _ in ended.values() if (each := some.optimizer()) is not None]
             own = {id(each) for group in optimizer.param_groups for each in group["params"]}
             tensors = [each for _, other in ended.values() for each in other.tensors]

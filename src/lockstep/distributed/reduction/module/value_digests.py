@@ -83,9 +83,13 @@ class Table:
         ``.data``."""
         return None if self._sample is None or is_captured(self) else self._sample.clone()
 
+    def is_due(self, round_: int) -> bool:
+        """Return True if any slices are to be looked at after a round."""
+        return round_ % self.apart == 0 and bool(self.slices)
+
     def due(self, round_: int) -> range:
         """Return the numbers of the slices to be looked at after a round."""
-        if round_ % self.apart or not self.slices:
+        if not self.is_due(round_):
             return range(0)
         looks = -(-len(self.slices) // self.at_once)
         first = round_ // self.apart % looks * self.at_once
