@@ -169,6 +169,7 @@ class Collectives:
         """Return the companion; make it if this is its first use."""
         self.check_alive()
         state, what = self._state, waits.name_of_call(what)
+        # Threads may use the group for the first time at once, and every rank makes one companion.
         with state.makes_companion:
             if state.companion is None:
                 try:
@@ -270,6 +271,7 @@ class Collectives:
     def begun(self) -> int | None:
         """Return the number of collectives begun in this process, on all groups that count them; None if this does
         not."""
+        # All groups: a program may sum gradients over another one than that of the module.
         groups = {*dist.distributed_c10d._world.pg_map, self.group}
         if sequence_number_on(self.group) is None:
             return None
@@ -292,6 +294,7 @@ class Collectives:
         """
         if not self._state.lost:
             self._state.lose(reason)
+            # The other ranks would wait for the message until the group's time-out.
             for sender in (self._given, self._on_cpu):
                 if sender is not None and sender.abilities is not None:
                     sender.abilities._abort(f"rank {self.global_rank} is lost: {reason}")
@@ -372,6 +375,8 @@ class Collectives:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.asyncOp = source, 0, True
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            # Over sockets the source waits for nobody, and the others for it alone: ranks that are right must not look
+            # like a deadlock. In shared memory all meet.
             needed = None if sender.shares_memory else [source] if source != self.rank else []
             return self._begin(what, sender, sender.group.broadcast, [real], options, needed=needed)
 

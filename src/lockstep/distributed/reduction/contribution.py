@@ -125,6 +125,7 @@ class Contribution:
         The weight does not count if a backward pass in the block has failed, and none has reached the module.
         If no rank reaches the module, as when all of it is frozen, there is no round, and the window is closed anyway.
         """
+        # What is right to do at the end depends on what has happened inside, not on how the block was left.
         blocks, problem, passes, lost = len(self.weights), self.problem, self._passes, self._lost
         if blocks:
             self.check_gradients()

@@ -137,7 +137,7 @@ class Reducer:
             if self._steps:
                 outer = self._steps[-1]
                 if outer.is_reached:
-                    return  # it joins the pass around it
+                    return  # it joins the pass around it: what both bring is reduced once, when the outer one ends
                 if outer.this is None or not this.is_inside(outer.this):
                     self._drop_steps()  # of another thread, and never came here
             self._steps.append(self._begin_step(this))
@@ -156,7 +156,7 @@ class Reducer:
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
             check_optimizers(self._members.named)
-        if self._triggers_of is not self.common.buckets:
+        if self._triggers_of is not self.common.buckets:  # the plan has changed since the last pass
             self._choose_triggers()
         if self.common.plan.observes:
             self.common.plan.begin_round()
@@ -387,6 +387,7 @@ class Reducer:
         something = own.contribution.is_something(self._members.added)
         if not something and part is Part.FULL:
             part = Part.PADDING
+        # What it has accumulated before it ran out is reduced now, as the other ranks step next.
         try:
             with nullcontext() if something else own.set_aside(self._is_kept):
                 return self._finish_without_gradient(part)
@@ -446,6 +447,7 @@ class Reducer:
             del step  # whose references would look like the program's
             if ended is not None:
                 self._end_round(ended)
+            # No rank steps on gradients of a failed round: those that it has had before are of an unfinished step.
             if failed or (ended is not None and self.has_failed):
                 if ended is not None:
                     ended.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
@@ -506,6 +508,7 @@ class Reducer:
             note_failure(self)
             raise
         assert step.round is not None
+        # Kept until its messages have arrived, and the loop has read what the others have told.
         current = self._aborted = step.round
         current.fail(self.rank_state.status(current.number, part, step.called, step.differs))
         self.decisions.note_aborted(self.finish_aborted)

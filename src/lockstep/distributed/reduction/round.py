@@ -67,7 +67,7 @@ class Round:
         self._pending: list[Waitable] = []
         self._in_two_steps: list[MeanInHalf | SumOfRows] = []  # buckets in half precision, and those with rows
         self._begun: float | None = None  # when the first collective has begun
-        scale = 1.0 if common.hook.hook else 1.0 / self._divide_factor
+        scale = 1.0 if common.hook.hook else 1.0 / self._divide_factor  # a hook divides itself, as PyTorch's do
         for bucket in self.buckets.in_order:
             bucket.open(scale)
         self._kept = [] if before.is_empty else self._find_kept(before)
@@ -187,6 +187,7 @@ class Round:
             if bucket.has_gradients:
                 late = [member.index for member in bucket.members if member.parameter.grad is not None]
                 self.late.update(dict.fromkeys(late))
+        # A parameter that no rank has used so far is in no bucket; its first gradient is reduced on its own.
         for index in self.buckets.unbucketed:
             if self._common.parameters[index].parameter.grad is None:
                 self._used[index] = 0  # set to None meanwhile
@@ -199,6 +200,7 @@ class Round:
         common, row = self._common, self._common.transport.own_row
         has_large = self._has_large_buffers = common.buffers.prepare_large(zeros=self.has_failed)
         used = self._used if 0 in self._used else None
+        # Nothing is left to do beside the last message, so this thread moves it, and wakes no other one.
         for bucket in self.buckets.in_order[self.next_bucket :]:
             is_last = bucket is self.buckets.report_bucket and not has_large and row is None
             self._launch_bucket(bucket, used, blocking=is_last and not self.has_failed)
@@ -394,6 +396,7 @@ class Round:
         report = self._common.transport.read_earlier(self._row)
         if report is not None and report.sums is not None:
             assert self.status is not None
+            # This rank has raised its own error; but whether the loop ends or stops is what all ranks have read here.
             loops = judge_loops(report.sums, statuses)
             self._decisions.update(loops, self.status.batch, self._loop, aborted=True)
 

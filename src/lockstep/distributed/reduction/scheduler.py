@@ -51,6 +51,8 @@ class GroupScheduler(PassObserver):
         """Note that a backward pass begins, in the thread in which a module is used, or its graph leads to the
         module."""
         for module in self.modules:
+            # The thread is asked first, since to search the graph takes long; that finds a backward in another thread
+            # than the forward.
             if module.home == this.thread or module.is_in_reach(this.reach):
                 module.pass_begins(this)
 
@@ -171,11 +173,13 @@ class GroupScheduler(PassObserver):
             for module, part in zip(modules, parts, strict=True):
                 if part is Part.JOINED:
                     stack.enter_context(module.rank_state.set_aside(lambda _: True))
+            # The other ranks reduce all of them, so an error in one does not keep this rank from the next.
             for module, part in zip(modules, parts, strict=True):
                 try:
                     reduced.append((module, module.finalize_backward(part)))
                 except BaseException as error:
                     errors.append(error)
+            # A hook may step, raise or communicate: not before all gradients are there.
             for module, parameters in reduced:
                 try:
                     if parameters:
@@ -191,13 +195,14 @@ class GroupScheduler(PassObserver):
 
     def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
         """Tell the other ranks that a backward pass has failed, without waiting for them."""
-        if self in this.told:
+        if self in this.told:  # the pass had ended here: another group's rounds, or a callback, have failed after it
             return
         watching = [module for module in self.modules if module.watches(this)]
         failing = [module for module in watching if module.find_arrived()]
         for each in self.modules:
             if each in failing:
                 continue
+            # The pass has failed before it came here, and on the other ranks it comes: they wait for this module, too.
             if each.synchronises and each.is_within(reach, each in watching and each.through_forward):
                 failing.append(each)
             else:

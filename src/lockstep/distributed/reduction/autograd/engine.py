@@ -217,6 +217,7 @@ def _order_of(link: "weakref.ref[PassObserver]") -> int:
 
 
 def _tell_of_begin(this: BackwardPass) -> None:
+    # Sorting takes longer than a pass that concerns nobody, and nearly every program has one group.
     for link in _observers if len(_observers) == 1 else _in_order():
         observer = link()
         if observer is not None:
@@ -282,8 +283,11 @@ class _Engine(torch._C._ImperativeEngine):
         this = BackwardPass(outer, outer is not None and _is_in_function(), given)
         put_in_tls(_KEY, this)
         try:
+            # A reentrant checkpoint runs its part of the graph as a pass of its own, which is a part of the outer one.
             if not this.is_step:
                 _tell_of_begin(this)
+            # With ``inputs=`` the engine leaves out nodes that do not lead to them, also a mean over the ranks in which
+            # other ranks wait for this one. What the added inputs get is nobody's.
             joined = joined_behind(given) if given.get("inputs") else ()
             if joined:
                 given["inputs"] = (*given["inputs"], *joined)
@@ -297,6 +301,7 @@ class _Engine(torch._C._ImperativeEngine):
                     this.run_callback(callback)
         except BaseException:
             if outer is None:
+                # Gradients are dropped next, and a thread of another device may still be about to set one.
                 self._wait_for_threads(devices_of_leaves(given))
             finish_means(given, this)
             this.fail(this.reach if outer is None else ReachableLeaves())

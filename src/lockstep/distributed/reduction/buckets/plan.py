@@ -136,6 +136,7 @@ def plan_reduction(
             for part in _cut(specs, small, caps)
         ]
     ordered = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
+    # What the report says is known when backward has ended, so its bucket is the last one.
     with_report = max((i for i, bucket in enumerate(ordered) if bucket.can_hold_report), default=None)
     last = [] if with_report is None else [ordered.pop(with_report)]
     return ReductionPlan(tuple(specs), (*ordered, *tail, *last))
@@ -208,6 +209,7 @@ class AdaptivePlan:
     def rebuild(self, order: Iterable[int]) -> None:
         """Make the plan of the parameters that are used, in the order in which their gradients came on rank 0."""
         self.observes = False
+        # Ranks with other branches see other orders, and all have to send the same buckets: rank 0's order counts.
         self.current = self._plan(list(order))
 
     def adapt(self, late: Collection[int]) -> bool:
@@ -215,6 +217,8 @@ class AdaptivePlan:
         if not late:
             return False
         members, gone = self.current.members, set(late)
+        # What has come too late once may do so again: its bucket waits for the end of backward from now on. All others
+        # keep their order, and go on to leave early.
         self._waiting.update(gone & members)
         kept = [i for bucket in self.current.buckets for i in bucket.indices if i not in gone]
         self.current = self._plan([*kept, *sorted(gone - members), *sorted(gone & members)])

@@ -146,6 +146,7 @@ def _factor(sums: Sums, statuses: Sequence[Status], divisor: float) -> float:
     if sums.weighted:
         total = math.fsum(status.weight for status in statuses) if sums.with_odd_weight else sums.weight
         return divisor / total if total else 0.0
+    # Joined ranks are in the divisor already (``CommonState.set_participants``).
     active = sums.ranks - sums.padding
     return divisor / active if 0 < active < sums.ranks else 1.0
 
@@ -240,15 +241,17 @@ def _in_other_passes(said: _Said) -> str:
     """Compare the passes of ranks that ran one. Ranks that have left out other forwards may have only looked at what
     the module gives: it is an error if optimizers have made other steps as well."""
     found = _find_passes(said, _other_calls)
+    has_other_calls = found is not None
     if found is None and len({*said.all_of.steps} - {UNKNOWN_STEPS}) > 1:
         found = _find_passes(said, _other_forwards)
     if found is None:
         return ""
     one, other, difference = found
-    in_both_modes = all(f"in {mode} mode" in difference for mode in _MODES.values())
+    called = said.all_of.called[one] | said.all_of.called[other]
+    in_both_modes = has_other_calls and all(called & mode.value for mode in _MODES)
     train = "If one rank has evaluated the module, call model.train() there after it. " if in_both_modes else ""
     return (
-        f"rank {said.me}: ranks {one} and {other} are not in the same backward pass (number "
+        f"rank {said.me}: ranks {said.ranks[one]} and {said.ranks[other]} are not in the same backward pass (number "
         f"{said.own.round} that synchronises): {difference}. {NOT_HANDED_OUT}. {train}Let every rank "
         "run the same backward passes; put one that is for one rank alone under no_sync(), or take its "
         "gradients with torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
@@ -272,14 +275,14 @@ _Pass = tuple[int, int, int]
 
 
 def _find_passes(said: _Said, differ: Callable[[_Pass, _Pass], str]) -> tuple[int, int, str] | None:
-    """Return the first two ranks whose passes differ, and the difference, whose text has places for their numbers."""
+    """Return the first two ranks of the group whose passes differ, and the difference in words."""
     passes = list(zip(said.all_of.called, said.all_of.through, said.all_of.unused_forwards, strict=True))
     kinds = [each for each in dict.fromkeys(passes) if each[0]]
     for place, theirs in enumerate(kinds):
         for those in kinds[:place]:
             if difference := differ(those, theirs):
-                one, other = said.ranks[passes.index(those)], said.ranks[passes.index(theirs)]
-                return one, other, difference.format(one, other)
+                one, other = passes.index(those), passes.index(theirs)
+                return one, other, difference.format(said.ranks[one], said.ranks[other])
     return None
 
 
