@@ -59,7 +59,7 @@ class Told(NamedTuple):
 class _Steps:
     """What is known of an optimizer that steps the module's parameters, and of its step under way."""
 
-    __slots__ = ("before", "begun", "inside", "known", "optimizer", "table")
+    __slots__ = ("_lists", "_parameters", "before", "begun", "inside", "known", "optimizer", "table")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = ref(optimizer)
@@ -73,6 +73,16 @@ class _Steps:
         """How many steps had ended before, since the last round."""
         self.inside = 0
         """How many steps of its own have begun inside, as there are hooks around each ``step`` of its classes."""
+        self._parameters: frozenset[int] = frozenset()
+        self._lists: list[tuple[int, int]] = []  # the ids and lengths of the lists in which its groups have them
+
+    def parameters(self, optimizer: Optimizer) -> frozenset[int]:
+        """Return the ids of the parameters of its optimizer, which are read again if groups have become others."""
+        lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
+        if lists != self._lists:
+            self._lists = lists
+            self._parameters = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
+        return self._parameters
 
 
 class DriftWatch:
@@ -201,11 +211,11 @@ class DriftWatch:
             if not (self.is_first or table.is_due(round_)):
                 return
             look = self._looks[round_] = Look(table, round_, self.is_first)
-        if look.concerns(optimizer) and not is_captured(table):
+        stepped = steps.parameters(optimizer)
+        if look.concerns(stepped) and not is_captured(table):
             optimizers = [each for some, _ in ended.values() if (each := some.optimizer()) is not None]
-            own = {id(each) for group in optimizer.param_groups for each in group["params"]}
             tensors = [each for _, other in ended.values() for each in other.tensors]
-            look.take(optimizers, own, tensors, state=not self.has_local_steps)
+            look.take(optimizers, stepped, tensors, state=not self.has_local_steps)
 
     def _is_as_before(self, known: Known, optimizer: Optimizer) -> bool:
         groups = optimizer.param_groups

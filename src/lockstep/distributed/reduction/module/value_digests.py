@@ -1,6 +1,7 @@
 """Digests of the slices of a module's parameters, and of what optimizers keep of them, taken after a step."""
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,6 @@ from torch.optim import Optimizer
 from lockstep._base.devices import is_accelerator
 from lockstep._base.digests import slice_digest, text_digest
 from lockstep._base.inner_tensors import inner_tensors, is_ordinary
-from lockstep._base.optimizer_steps import has_any
 
 ROUNDS = 256
 """The number of rounds in which all values are looked at once."""
@@ -109,19 +109,21 @@ class Look:
         self._numbers: list[Tensor] = []
         self._arriving: tuple[Tensor, torch.Event] | None = None
 
-    def concerns(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer has parameters of slices that are due, or nothing has been looked at yet."""
-        return bool(self.numbers) and (not self._found or has_any(optimizer, self._parameters))
+    def concerns(self, stepped: AbstractSet[int]) -> bool:
+        """Return True if an optimizer that has ``stepped`` these parameters has some whose slices are due, or nothing
+        has been looked at yet."""
+        return bool(self.numbers) and (not self._found or not self._parameters.isdisjoint(stepped))
 
     @torch.no_grad()
-    def take(self, optimizers: Sequence[Optimizer], own: set[int], numbers: Sequence[Tensor], state: bool) -> None:
-        """Take the digests of all slices; again only those of parameters that are among ``own``, which have just been
-        stepped."""
+    def take(
+        self, optimizers: Sequence[Optimizer], stepped: AbstractSet[int], numbers: Sequence[Tensor], state: bool
+    ) -> None:
+        """Take the digests of all slices; again only those of parameters that have just been ``stepped``."""
         table = self._table
         for number in self.numbers:
             piece = table.slices[number]
             parameter = table.tensors[piece.parameter]
-            if id(parameter) in own or number not in self._found:
+            if id(parameter) in stepped or number not in self._found:
                 kept = [comparable_state(each, parameter) for each in optimizers] if state else []
                 tensors = [parameter, *(tensor for each in kept for _, tensor in each)]
                 self._found[number] = [digest for each in tensors for digest in _digests(each, piece, parameter)]
@@ -152,7 +154,8 @@ def told(value: object) -> int:
 
 def _digests(tensor: Tensor, piece: Slice, parameter: Tensor) -> Iterator[Tensor]:
     if is_ordinary(tensor) and tensor.is_contiguous() and tensor.shape == parameter.shape:
-        yield slice_digest(tensor.detach().view(-1)[piece.start : piece.start + _SLICE])
+        flat = tensor.view(-1)
+        yield slice_digest(flat if tensor.numel() <= _SLICE else flat[piece.start : piece.start + _SLICE])
         return
     parts = inner_tensors(tensor)
     if tensor.shape == parameter.shape and piece.inner < len(parts):
