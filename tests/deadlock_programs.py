@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from lockstep.failures.deadlock import Wait, WaitReport
+from lockstep.failures.whereabouts import Wait, Whereabouts
 
 
 @dataclass(slots=True)
@@ -90,12 +90,12 @@ class Ranks:
         """Return what a rank can say: nothing of its waits while one of its threads could launch something."""
         rank = self.ranks[number]
         if rank.is_done:
-            return WaitReport(launched=dict(rank.launched), has_left=True)
+            return Whereabouts(number, number=0, launched=dict(rank.launched), has_left=True)
         live = [each for each in rank.threads if each.at < len(each.todo) or each.waits is not None]
         if not all(each.waits is not None and each.waits[2] for each in live):
-            return WaitReport((), {})
+            return Whereabouts(number, number=0)
         waits = [Wait(g, n, "all_reduce", tuple(self.groups[g])) for g, n, _ in (each.waits for each in live)]
-        return WaitReport(tuple(waits), dict(rank.launched), 1.0)
+        return Whereabouts(number, number=0, waits=(*waits,), launched=dict(rank.launched), seconds=1.0)
 
     def reports(self):
         return {number: self.report(number) for number in self.ranks}

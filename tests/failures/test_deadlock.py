@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from deadlock_programs import run_to_the_end, some_program
 from lockstep._base.texts import IN_LOOP, LEFT_LOOP
-from lockstep.failures.deadlock import Wait, WaitReport, advice, could_be_stuck, describe, explain, stuck
+from lockstep.failures.deadlock import advice, could_be_stuck, describe, differ, explain, stuck
+from lockstep.failures.whereabouts import Wait, Whereabouts
 
 
 def wait(group, number, *needed, kind="all_reduce", exact=True):
@@ -18,7 +19,7 @@ def wait(group, number, *needed, kind="all_reduce", exact=True):
 
 
 def rank(*waits, left=False, **launched):
-    return WaitReport(waits, launched, 1.0, left)
+    return Whereabouts(-1, waits=waits, launched=launched, seconds=1.0, has_left=left)
 
 
 BOTH = (0, 1)
@@ -90,11 +91,17 @@ CASES = {
 }
 
 
+CASES = {
+    name: ({number: replace(each, rank=number) for number, each in reports.items()}, expected)
+    for name, (reports, expected) in CASES.items()
+}
+
+
 @pytest.mark.parametrize(("reports", "expected"), CASES.values(), ids=CASES)
 def test_stuck_are(reports, expected):
     assert stuck(reports) == expected
     assert all(could_be_stuck(each, reports) for each in expected)
-    sent = {each: WaitReport.of_fields(report.fields()) for each, report in reports.items()}
+    sent = {each: Whereabouts.of_fields(asdict(report)) for each, report in reports.items()}
     assert sent == reports
 
 
@@ -128,11 +135,27 @@ def test_what_is_told():
         "more or less, loop over `run.batches(loader)`; if it leaves out a batch that fails, put "
         "`lockstep.loop.skip_on(ValueError)` around the batch in place of `try`, and all ranks leave it out"
     )
-    report = WaitReport((Wait("a", 1, "mean", (0, 1), what="mean()", place="line 8 of train.py"),), {"a": 1}, 1.26)
+    waits = (Wait("a", 1, "mean", (0, 1), what="mean()", place="line 8 of train.py"),)
+    report = Whereabouts(0, waits=waits, launched={"a": 1}, seconds=1.26)
     assert describe([0], {0: report}) == "  rank 0 has waited for 1.3 s in mean(), called from line 8 of train.py"
-    later = replace(report, steps="after step 5")
+    later = replace(report, step=5)
     assert describe([0], {0: later}).startswith("  rank 0, after step 5, has waited for 1.3 s in mean()")
-    assert WaitReport.of_fields(json.loads(json.dumps(later.fields()))) == later
+    assert describe([0], {0: replace(later, in_batches=True)}).startswith("  rank 0 has waited for 1.3 s in mean()")
+    assert Whereabouts.of_fields(json.loads(json.dumps(asdict(later)))) == later
+
+
+def test_what_is_told_of_calls_that_differ():
+    place = "line 8 of train.py, in main: `lockstep.mean(x)`"
+    answers = {
+        0: Whereabouts(0, step=3, waits_for="mean()", place=place),
+        1: Whereabouts(1, step=3, in_batches=True, waits_for="save()"),
+    }
+    assert differ(answers, [2, 1, 0]).splitlines()[:-1] == [
+        f"  rank 0 in mean(), after step 3, called from {place}",
+        "  rank 1 in save()",
+        "  rank 2 in another collective",
+    ]
+    assert "Call mean() and save() on every rank" in differ(answers, [0, 1])
 
 
 def test_ranks_that_loop_over_batches_are_not_told_to():

@@ -16,7 +16,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CommunicationError, PeerFailure
-from lockstep.failures import deadlock_watch
+from lockstep.failures import inquiry
 from lockstep.session.watch import _used
 from processes import run_processes
 from threaded import run_ranks
@@ -237,7 +237,7 @@ def test_waits_of_accelerators_and_of_the_host_are_named(second, tmp_path):
 
 def soon():
     """Let ranks tell of their waits, and vote, much earlier than they do."""
-    deadlock_watch.WAIT_SECONDS, deadlock_watch.LOOK_SECONDS = 0.05, 0.01
+    inquiry.WAIT_SECONDS, inquiry.LOOK_SECONDS = 0.05, 0.01
 
 
 PAUSE = 0.15  # three times that after which a rank tells of its wait

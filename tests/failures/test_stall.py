@@ -18,7 +18,8 @@ from torch import nn
 import lockstep
 from lockstep.errors import PeerFailure, StalledError
 from lockstep.failures import channel, proc
-from lockstep.failures.stall import FIRST_STEPS, StallWatch
+from lockstep.failures.inquiry import Inquirer
+from lockstep.failures.stall import FIRST_STEPS
 from lockstep.session import watch
 from processes import run_processes
 
@@ -165,14 +166,14 @@ def test_it_is_found_in_waits_that_are_the_programs_own(tmp_path):
 
 def evaluates(rank, name, decided):
     """Rank 1 stays in a phase until rank 0, which waits for it, has decided if that is too long."""
-    decide = StallWatch._is_too_late
+    decide = Inquirer._is_too_late
 
     def decide_and_say(*args):
         verdict = decide(*args)
         Path(decided).write_text("yes" if verdict else "no")  # until rank 1 reads it
         return verdict
 
-    StallWatch._is_too_late = decide_and_say
+    Inquirer._is_too_late = decide_and_say
     model = lockstep.replicate(nn.Linear(2, 2))
     with lockstep.watch(stall_factor=2, stall_minimum=0.3) as watch:
         for step in range(FIRST_STEPS + 5):

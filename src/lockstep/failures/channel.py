@@ -21,8 +21,9 @@ from lockstep._base.store import BoundedStore, StoreLostError, own_connection
 from lockstep._base.telling import telling
 from lockstep._base.texts import ranks_in_words
 from lockstep.errors import CommunicationError, InspectionError, PeerFailure
-from lockstep.failures.calls import Calls
+from lockstep.failures.answers import AnswersOfRanks
 from lockstep.failures.connections import SilentPeers
+from lockstep.failures.deadlock import differ
 from lockstep.failures.failure import GIVEN_UP, Failure, FailureLog, Kind, peer_failure_in
 from lockstep.failures.hosts import REACH_SECONDS, WITNESSES, Hosts, Inquiry
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
@@ -37,6 +38,8 @@ from lockstep.failures.ring import (
     not_met,
     store_lost,
 )
+from lockstep.failures.stacks import own_stack
+from lockstep.failures.whereabouts import Whereabouts
 
 GRACE_SECONDS = 1.0
 """Seconds that a rank that has lost its group waits to hear which rank failed."""
@@ -61,6 +64,8 @@ TRY_SECONDS = REACH_SECONDS + 1.0
 HEARSAY_SECONDS = 0.25
 """Seconds that a rank waits for reports from the ranks that could see the last step of a rank that has ended."""
 
+CALL_SECONDS = 1.0
+"""Seconds that ranks whose calls differ wait for what the others tell."""
 START_UP_SECONDS = 2 * LOOK_SECONDS
 """Seconds that a rank lives on if it fails before all have met: it may host the store, which others still read."""
 
@@ -108,8 +113,9 @@ class FailureChannel:
         self.on("reach", self.hosts.asked)
         self.on("reached", self.hosts.answered)
         self.on("gone", lambda message: self._note_gone(message["rank"]))
-        self._calls = Calls(self.progress, self.rank, self.tell)
-        self.on("call", self._calls.hear)
+        self.answers = AnswersOfRanks(self.rank, self.tell)
+        """What this rank knows of where all are."""
+        self.on("answer", self.answers.hear)
         self._tries_links = threading.Lock()
         self._silent_peers = SilentPeers()
         self._left_at = 0.0
@@ -227,8 +233,14 @@ class FailureChannel:
             self.progress.current_phase = phase
 
     def compare_calls(self, key: str, what: str, ranks: Collection[int]) -> str:
-        """Return in words which collectives some ranks were in: see :meth:`Calls.compare`."""
-        return self._calls.compare(key, what, ranks)
+        """Return in words which collectives ``ranks`` were in that have noticed that theirs are not the same.
+
+        Each of them has to call it with the same ``key``, and ``what`` it was in itself. Waits a second for ranks that
+        do not, such as those in a collective of the program.
+        """
+        seen, thread = self.progress.read(), own_stack(threading.get_ident())
+        self.answers.give(replace(Whereabouts(self.rank).seen_at(seen, thread, time.monotonic()), waits_for=what), key)
+        return differ(self.answers.wait_for(key, ranks, CALL_SECONDS), ranks)
 
     def part_of_store(self, name: str, seconds: float) -> BoundedStore:
         """Return a part of the store at which the ranks have met, on the channel's connection, whose calls have a limit
@@ -320,11 +332,11 @@ class FailureChannel:
 
     # ------------------------------------------------------------------------------------------ the end
 
-    def announce_end(self, closed: bool = True, launched: dict[str, int] | None = None) -> None:
+    def announce_end(self, closed: bool = True) -> None:
         """Tell the others that this rank is done, in good order or after a failure; ``closed``: not because its program
-        has ended without closing its session. ``launched`` is the number of its last collective on each group."""
+        has ended without closing its session."""
         self.left[self.rank] = left = self._end(closed)
-        self.tell("left", rank=self.rank, failure=left, launched=launched or {})
+        self.tell("left", failure=left)
 
     def _end(self, closed: bool = True) -> Failure:
         kind, why = (Kind.LEFT, LEFT_EARLY) if closed else (Kind.UNCLOSED, UNKNOWN_END)

@@ -206,7 +206,7 @@ def join(
         )
     watch = Watch(channel, options.timeout, connections, resources.pop_all())
     try:
-        watch.look_for_stalls(lambda: dist.group.WORLD, _stall_limits(options))
+        watch.ask_where_ranks_are(lambda: dist.group.WORLD, _stall_limits(options))
         environment = _ask_for_hosts(environment, channel)
         device = choose_device(options.device, environment)
         backend = options.backend or choose_backend(device)
@@ -230,7 +230,6 @@ def join(
         watch.end(error)
         raise
     watch.attach(dist.group.WORLD)
-    watch.look_for_deadlocks()
     return Joined(watch, environment.local_rank or 0, device, backend)
 
 

@@ -1,4 +1,4 @@
-"""What the threads of this rank wait for, and what the rank has launched: the facts of ``failures/deadlock.py``.
+"""What the threads of this rank wait for, and what it has launched: on these facts ``failures/deadlock.py`` decides.
 
 Waits of this library are exact (``distributed/comm/waits.py``). Those of the program are seen in its threads' stacks: a
 thread waits if it is at a line of ``torch.distributed`` that waits for a blocking collective, such as
@@ -17,37 +17,25 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from lockstep._base.devices import current_index, has_work
-from lockstep.distributed.comm.group_state import begun_on, number_on, state_of, watched_groups
+from lockstep._base.devices import has_work
+from lockstep.distributed.comm.group_state import begun_on, number_on, sequence_number_on, state_of, watched_groups
 from lockstep.distributed.comm.groups import Group, backends_of
 from lockstep.distributed.comm.waits import Waiting, waits
 from lockstep.failures.channel import FailureChannel
-from lockstep.failures.deadlock import Wait, WaitReport
 from lockstep.failures.program_lines import is_of_program, place_of
 from lockstep.failures.stacks import own_stack
+from lockstep.failures.whereabouts import Wait, Whereabouts
 
 _FILE = os.path.join(os.path.dirname(dist.__file__), "distributed_c10d.py")
-_NEED_ALL = frozenset(
-    (
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_single",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-        "barrier",
-    )
-)
+_NEED_ALL = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
+"""How the names of functions begin for which each rank needs all others."""
 DEVICE_SECONDS = 2.0
 """Seconds for which the thread that trains stays at one instruction before the accelerator is asked whether it has
 work to do."""
@@ -55,29 +43,22 @@ _NEED_ROOT = frozenset(("broadcast", "scatter"))
 """Of these each rank needs the root alone; of all others it is not known whom a rank needs."""
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A group whose ranks all belong to the channel."""
+class _Known(NamedTuple):
+    """A group whose ranks all belong to the channel, and the names under which its collectives are counted.
+
+    These contain the ranks, in case two groups have one name.
+    """
 
     group: Group
     name: str
     """The same on all ranks."""
     ranks: tuple[int, ...]
-
-    @property
-    def key(self) -> str:
-        """The name of the program's collectives on it; it contains the ranks, in case two groups have one name."""
-        return f"{self.name} {zlib.crc32(repr(self.ranks).encode()):x}"
-
-    @property
-    def key_on_device(self) -> str:
-        """The name of lockstep's collectives on this group for tensors on an accelerator."""
-        return f"lockstep on the device, {self.key}"
-
-    @property
-    def library_key(self) -> str:
-        """The name of lockstep's collectives on this group, counted apart from the program's."""
-        return f"lockstep on {self.key}"
+    key: str
+    """For the program's collectives."""
+    library_key: str
+    """For lockstep's, which are counted apart."""
+    key_on_device: str
+    """For lockstep's for tensors on an accelerator."""
 
 
 class _Blocked(NamedTuple):
@@ -111,22 +92,33 @@ _NOTHING = _Seen((), (), is_free=False, has_others=False)
 
 
 class WaitsOfRank:
-    """Looks at what this rank waits for, on the groups whose ranks a channel connects."""
+    """Looks at what this rank waits for, on the groups whose ranks a channel connects.
 
-    def __init__(self, channel: FailureChannel) -> None:
+    ``group`` returns the group whose collectives are counted, None before it exists, and ``device`` the index of this
+    rank's accelerator.
+    """
+
+    def __init__(
+        self, channel: FailureChannel, group: Callable[[], Group | None], device: Callable[[], int | None]
+    ) -> None:
         self._channel = channel
+        self._group = group
+        self._device = device
         self._since: dict[_Blocked, float] = {}
         self._state: object = None
         self._number = 0
-        self._device = current_index()
         self._lock = threading.Lock()
 
-    def __call__(self) -> tuple[int, WaitReport]:
-        """Return the number of the present state, and its report: see :class:`~lockstep.failures.deadlock_watch.Look`.
+    def __call__(self, ends: bool) -> Whereabouts:
+        """Return what the threads wait for, and have launched; with ``ends`` what they have launched in the end.
 
         The threads are looked at before and after what they have launched: if both looks show the same waits, the
         threads were in them in between.
         """
+        group = self._group()
+        own = Whereabouts(self._channel.rank, number=0, begun=None if group is None else sequence_number_on(group))
+        if ends:
+            return replace(own, launched=_launched(_groups(self._channel), has_others=False), has_left=True)
         with self._lock:
             seen, waiting, groups = self._look()
             launched = _launched(groups, seen.has_others) if waiting else {}
@@ -135,14 +127,10 @@ class WaitsOfRank:
             if state is None or state != self._state:
                 self._number += 1
                 self._state = state
+            own = replace(own, number=self._number)
             if state is None:
-                return self._number, WaitReport()
-            seconds, steps = time.monotonic() - max(waiting.values()), self._channel.progress.read().steps_in_words
-            return self._number, WaitReport(tuple(waiting), launched, seconds, steps=steps)
-
-    def launched(self) -> dict[str, int]:
-        """Return what this rank has launched, when it launches nothing more."""
-        return _launched(_groups(self._channel), has_others=False)
+                return own
+            return replace(own, waits=(*waiting,), launched=launched, seconds=time.monotonic() - max(waiting.values()))
 
     def _look(self) -> tuple[_Seen, dict[Wait, float], list[_Known]]:
         """Return what the threads are in, since when each of them waits, and the groups that are known."""
@@ -150,7 +138,7 @@ class WaitsOfRank:
         del frames[threading.get_ident()]  # a frame that refers to itself would keep all others, and their objects
         ours = waits()
         blocked = [each for each in map(_blocked, frames.items()) if each and each.thread not in ours]
-        if not ours and not blocked and self._device is None:
+        if not ours and not blocked and self._device() is None:
             return _NOTHING, {}, []
         known = _groups(self._channel)
         if not ours and not blocked and not (blocked := self._on_device(frames, known)):
@@ -181,7 +169,7 @@ class WaitsOfRank:
         since = self._since.get(found, time.monotonic())
         self._since = {found: since}
         # Not before: to ask a device is an error for a thread that captures a graph of it.
-        return [found] if time.monotonic() - since >= DEVICE_SECONDS and has_work(self._device) else []
+        return [found] if time.monotonic() - since >= DEVICE_SECONDS and has_work(self._device()) else []
 
     def _described(
         self, ours: Mapping[int, Waiting], blocked: Iterable[_Blocked], groups: Mapping[int, _Known]
@@ -193,7 +181,11 @@ class WaitsOfRank:
 
 
 def _groups(channel: FailureChannel) -> list[_Known]:
-    return [_Known(group, name, tuple(ranks)) for name, group, ranks in watched_groups(channel)]
+    found = []
+    for name, group, ranks in watched_groups(channel):
+        key = f"{name} {zlib.crc32(repr(tuple(ranks)).encode()):x}"
+        found.append(_Known(group, name, (*ranks,), key, f"lockstep on {key}", f"lockstep on the device, {key}"))
+    return found
 
 
 def _launched(groups: Iterable[_Known], has_others: bool) -> dict[str, int]:
@@ -228,7 +220,7 @@ def _our_wait(ident: int, waiting: Waiting, groups: Mapping[int, _Known]) -> Wai
 def _wait(blocked: _Blocked, known: _Known) -> Wait:
     if not blocked.kind:
         return _wait_on_device(blocked, known)
-    needed: tuple[int, ...] = known.ranks if blocked.kind in _NEED_ALL else ()
+    needed: tuple[int, ...] = known.ranks if blocked.kind.startswith(_NEED_ALL) else ()
     if blocked.kind in _NEED_ROOT and blocked.root is not None and blocked.root != known.group.rank():
         needed = (known.ranks[blocked.root],)
     exact = "gloo" not in backends_of(known.group)

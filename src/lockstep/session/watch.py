@@ -30,7 +30,6 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import (
     end_groups,
     forget_watcher,
-    sequence_number_on,
     watch_group,
     watched_groups,
 )
@@ -44,11 +43,12 @@ from lockstep.distributed.comm.groups import (
 from lockstep.errors import OptionError, PeerError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
-from lockstep.failures.deadlock_watch import DeadlockWatch
 from lockstep.failures.failure import Failure, Kind, chain, follows_from_another, of_exception, peer_failure_in
+from lockstep.failures.inquiry import Inquirer
 from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering, own_stack
-from lockstep.failures.stall import FRAMES, StallLimits, StallWatch
+from lockstep.failures.stall import StallLimits
+from lockstep.failures.whereabouts import FRAMES
 from lockstep.phases import Phases
 from lockstep.session.environment import LAUNCHERS
 from lockstep.session.step_counter import StepCounter
@@ -88,8 +88,7 @@ class Watch:
         self._timeout = timeout
         self._keeps_group = keeps_group
         self._resources = resources or contextlib.ExitStack()
-        self._stalls: StallWatch | None = None
-        self._deadlocks: DeadlockWatch | None = None
+        self._inquirer: Inquirer | None = None
         self._connections = connections or Connections()
         self._aborted: list[tuple[Group, Future[None]]] = []
         self._aborting = threading.Lock()
@@ -180,18 +179,15 @@ class Watch:
             end_process_after_main_thread()
         return not stuck
 
-    def look_for_stalls(self, group: Callable[[], Group | None], limits: StallLimits | None) -> None:
-        """From now on find ranks of the group that make no progress; every rank has to call it.
+    def ask_where_ranks_are(self, group: Callable[[], Group | None], limits: StallLimits | None) -> None:
+        """From now on find ranks that wait for each other for ever, and ranks of the group that make no progress; every
+        rank has to call it.
 
-        Without limits no rank looks for one; but after a time-out the rank that the others waited for is named.
+        Without limits no rank is late; but after a time-out the rank that the others waited for is named.
         """
         assert self.channel is not None
-        self._stalls = StallWatch(self.channel, limits, lambda: _begun(group()))
-
-    def look_for_deadlocks(self) -> None:
-        """From now on find ranks that wait for each other for ever; every rank has to call it."""
-        assert self.channel is not None
-        self._deadlocks = DeadlockWatch(self.channel, WaitsOfRank(self.channel))
+        look = WaitsOfRank(self.channel, group, lambda: self._device)
+        self._inquirer = Inquirer(self.channel, limits, look)
 
     def count_steps(self) -> None:
         """Count the steps of the program's optimizers in this rank's page of progress, until the watch ends."""
@@ -273,11 +269,10 @@ class Watch:
             return
         last_words = LastWords() if error is not None or channel.failure is not None else None
         told = self._tell(channel, error)
-        if self._stalls is not None:
-            self._stalls.close()
-        launched = None if self._deadlocks is None else self._deadlocks.close()
         try:
-            channel.announce_end(self._closed or error is not None, launched)
+            channel.announce_end(self._closed or error is not None)
+            if self._inquirer is not None:
+                self._inquirer.close()
             channel.wait_until_told()
             failed = error is not None and not _is_orderly(error)
             if error is not None:
@@ -345,7 +340,7 @@ class Watch:
         # It waited for others until its time-out. That is not its own failure, but that of the rank that did not come.
         *_, cause = chain(error)  # the error of the group itself
         gist = str(cause).partition("\n")[0]
-        absent = self._stalls.find_absent(gist) if self._stalls is not None else None
+        absent = self._inquirer.find_absent(gist) if self._inquirer is not None else None
         if channel.failure is None:
             channel.report(absent or replace(own, kind=Kind.GAVE_UP))
         return channel.error() if channel.failure is not None else None
@@ -444,8 +439,7 @@ def watch_over(
     except BaseException as error:
         this.end(error)
         raise
-    this.look_for_stalls(weakref.ref(group), limits)
-    this.look_for_deadlocks()
+    this.ask_where_ranks_are(weakref.ref(group), limits)
     return this
 
 
@@ -491,11 +485,6 @@ def end_process(seconds: float = 0.0) -> None:
 def _is_orderly(error: BaseException) -> bool:
     """Return True for an exception that ends a program without a failure."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
-
-
-def _begun(group: Group | None) -> int | None:
-    """Return the number of collectives that this rank has begun on a group, if the group exists and counts them."""
-    return None if group is None else sequence_number_on(group)
 
 
 def _find_connections_of_gloo(group: Group, connections: Connections) -> None:

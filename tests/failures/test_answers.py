@@ -1,18 +1,20 @@
-"""Ranks decide together that they wait for each other for ever: random programs, and messages that are late."""
+"""A rank decides that ranks wait for each other for ever: random programs, and messages that are late."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import asdict, replace
 
 import pytest
 
 from deadlock_programs import run_to_the_end, some_program
-from lockstep.failures.deadlock_votes import Votes
+from lockstep.failures.answers import AnswersOfRanks
+from lockstep.failures.whereabouts import Whereabouts
 
 
 class Network:
-    """Votes of ranks that go on meanwhile. Messages from one rank to another keep their order, and nothing else."""
+    """Answers of ranks that go on meanwhile. Messages from one rank to another keep their order, and nothing else."""
 
     def __init__(self, ranks):
         self.ranks = ranks
@@ -20,7 +22,7 @@ class Network:
         self.found = {}
         self.states = {}
         self.told = {}
-        self.votes = {n: Votes(n, lambda n=n: self.number(n), self.sender(n)) for n in ranks.ranks}
+        self.answers = {n: AnswersOfRanks(n, self.sender(n)) for n in ranks.ranks}
 
     def number(self, rank):
         """The number of a rank's state; a new one for each state, also if it is like an earlier one."""
@@ -38,23 +40,27 @@ class Network:
 
         return tell
 
+    def own(self, rank):
+        return replace(self.ranks.report(rank), number=self.number(rank))
+
     def look(self, rank):
         """What a rank's thread does now and then."""
-        report, number = self.ranks.report(rank), self.number(rank)
-        if self.told.get(rank) != number and report.waits:
-            self.told[rank] = number
-            self.votes[rank].report(number, report)
-        elif self.told.get(rank) != number and report.has_left:
-            self.told[rank] = number
-            self.sender(rank)("left", rank=rank, launched=report.launched)
+        own = self.own(rank)
+        if self.told.get(rank) != own.number and (own.waits or own.has_left):
+            self.told[rank] = own.number
+            self.answers[rank].give(own)
         self.decide(rank)
 
     def deliver(self, link):
-        self.votes[link[1]].hear(self.links[link].popleft())
-        self.decide(link[1])
+        message, rank = self.links[link].popleft(), link[1]
+        if message["kind"] == "asked":
+            self.answers[rank].give(self.own(rank), message["inquiry"])
+        else:
+            self.answers[rank].hear({**message, "answer": asdict(message["answer"])})
+        self.decide(rank)
 
     def decide(self, rank):
-        if found := self.votes[rank].decide():
+        if found := self.answers[rank].stuck(lambda: self.own(rank)):
             self.found[rank] = found
 
     def step(self, rng):
@@ -91,4 +97,18 @@ def test_late_messages_give_no_alarm_and_all_alarms(seed):
         network.come_to_rest()
         assert all(found <= finally_waiting for found in network.found.values())
         if ranks.sees_all():
-            assert network.found == dict.fromkeys(finally_waiting, finally_waiting)
+            assert network.found.get(min(finally_waiting, default=0), frozenset()) == finally_waiting
+
+
+def test_the_first_answer_to_an_inquiry_counts_and_those_to_other_ranks_are_not_kept():
+    told = []
+    answers = AnswersOfRanks(0, lambda kind, **fields: told.append(kind))
+    inquiry = answers.ask()
+    for step, asked in enumerate([inquiry, inquiry, "asked by rank 1, 0", "a key", ""]):
+        answers.note(Whereabouts(1, step=step, number=step), asked)
+    found = [answers.wait_for(asked, [], 0).get(1) for asked in (inquiry, "asked by rank 1, 0", "a key", "")]
+    assert [each and each.step for each in found] == [0, None, 3, None]
+    assert answers.last[1].step == 4
+    answers.note(Whereabouts(1, step=5), "a key")  # of a rank whose threads were not looked at
+    assert answers.last[1].step == 4
+    assert told == ["asked"]
