@@ -1,4 +1,4 @@
-"""PURE: where a rank is, as it tells all others, or as another rank of its host sees it from outside."""
+"""Where a rank is, as it tells all others, or as another rank of its host sees it from outside."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
