@@ -55,7 +55,9 @@ def run(function: Callable[..., Any], world: int, kind: str, backend: str, *args
     ``kind`` is that of the devices: cuda, sim or cpu.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "lockstep"])
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "torch.distributed", "lockstep.session.session", "lockstep.shares"]
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:

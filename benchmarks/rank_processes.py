@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 # what the server of the processes imports once, for all of them; optimisers import the second at their first step
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "lockstep"]
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "lockstep.session.session", "lockstep.shares"]
 
 Turn = tuple[float, float]  # seconds of a step: until the host is done, until the device is done
 

@@ -298,7 +298,8 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-_PRELOAD = ["torch.distributed", "torch._dynamo", "lockstep", "pytest"]
+_ROOMS = ["lockstep.session.session", "lockstep.local", "lockstep.shares", "lockstep.sharding"]  # and all that they use
+_PRELOAD = ["torch.distributed", "torch._dynamo", "lockstep", *_ROOMS, "pytest"]
 # What many ranks would import each for itself, for a second: worth the server's time where it serves all tests.
 _PRELOAD_FOR_ALL_TESTS = [
     "torch.distributed.checkpoint",

@@ -20,7 +20,8 @@ def public_objects():
     """Each public class and function of this package once, by the name under which it is defined."""
     found = {}
     for module in MODULES:
-        for name, value in vars(module).items():
+        for name in dir(module):
+            value = getattr(module, name)
             of_ours = getattr(value, "__module__", "").startswith("lockstep")
             if not name.startswith("_") and of_ours and (inspect.isclass(value) or inspect.isfunction(value)):
                 found[f"{value.__module__}.{value.__qualname__}"] = value

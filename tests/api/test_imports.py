@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -103,3 +105,28 @@ def test_a_room_uses_no_other_rooms_than_these():
             rooms = {each if each in USES else each.rpartition(".")[0] for each in found}
             used[room] |= rooms - {room, "lockstep", "lockstep._base"}
     assert used == USES
+
+
+NEEDED_AT_ONCE = ("lockstep._base", "lockstep.errors", "lockstep.phases", "lockstep.session", "lockstep.shm")
+
+
+def test_import_lockstep_imports_no_room_before_it_is_used():
+    program = (
+        "import sys, lockstep\n"
+        "print(*[name for name in sys.modules if name.startswith('lockstep.')])\n"
+        "from lockstep.session import watch\n"  # binds no package to the function's name
+        "print(lockstep.session.__name__, lockstep.watch is watch.watch, lockstep.shares.__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    imported, used = done.stdout.splitlines()
+    assert [
+        name for name in imported.split() if not (name in NEEDED_AT_ONCE or name.startswith("lockstep._base."))
+    ] == []
+    assert used == "session True lockstep.shares"
+
+
+def test_the_names_of_the_top_level_are_where_it_looks_for_them():
+    [block] = [node for node in ast.parse(FILES["lockstep"].read_text()).body if isinstance(node, ast.If)]
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert typed == lockstep._WHERE | dict.fromkeys(lockstep._PACKAGES, "lockstep")
+    assert sorted(lockstep._WHERE) == lockstep.__all__

@@ -292,7 +292,9 @@ def exported(module_name: str) -> Iterator[tuple[str, Any]]:
     module = importlib.import_module(module_name)
     path = Path(module.__file__)
     if path.name == "__init__.py":
-        statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        body = ast.parse(path.read_text()).body
+        lazy = [node for block in body if isinstance(block, ast.If) for node in block.body]  # `if TYPE_CHECKING:`
+        statements = [node for node in [*body, *lazy] if isinstance(node, ast.ImportFrom)]
         names = {alias.name for node in statements for alias in node.names if alias.asname == alias.name}
     else:
         names = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name}

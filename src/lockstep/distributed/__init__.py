@@ -10,8 +10,8 @@ from lockstep.distributed.replication.replicate import Replicated as Replicated
 from lockstep.distributed.replication.replicate import replicate as replicate
 from lockstep.distributed.replication.replication import load_training_state_dict as load_training_state_dict
 from lockstep.distributed.replication.replication import training_state_dict as training_state_dict
-from lockstep.shm import ProcessGroupShm as ProcessGroupShm
-from lockstep.shm import ShmOptions as ShmOptions
+from lockstep.shm.group import ProcessGroupShm as ProcessGroupShm
+from lockstep.shm.runtime import ShmOptions as ShmOptions
 
 __all__ = [
     "DistributedDataParallel",

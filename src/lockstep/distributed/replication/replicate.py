@@ -4,6 +4,7 @@ The module gains two forward hooks and a few methods. Its class and its attribut
 plain.
 """
 
+import importlib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from inspect import getattr_static
@@ -30,7 +31,7 @@ _with_shares: WithShares | None = None
 def replicate_shares_with(make: WithShares) -> None:
     """Let ``make`` replicate the modules for which :func:`replicate` is given ``shares``.
 
-    ``import lockstep`` calls it. This package cannot import ``lockstep.shares``, which imports this package.
+    ``lockstep.shares`` calls it when it is imported: this package cannot import that one, which imports this one.
     """
     global _with_shares
     _with_shares = make
@@ -117,6 +118,7 @@ def replicate(
     if shares is None:
         replication = ReducerReplication(module, chosen, ignored, taking_over=False)
     else:
+        importlib.import_module("lockstep.shares")  # calls replicate_shares_with()
         assert _with_shares is not None
         replication = _with_shares(module, chosen, ignored, shares, loss)
     replication.start_if_possible(lambda undo: _attach(module, replication, undo))
