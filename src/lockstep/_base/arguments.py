@@ -37,9 +37,12 @@ def check_backend(backend: Any, caller: str) -> None:
         raise OptionError(f'{caller}: backend is {backend!r}, expected a name such as "shm"')
     known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
     known += [each.name for each in entry_points(group="torch.distributed.backends") if each.name not in known]
+    built = [each for each in known if getattr(dist, f"is_{each}_available", lambda: True)()]
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
         if name not in known:
-            raise OptionError(f"{caller}: there is no backend {name!r}; {did_you_mean(name, known)}")
-        if not getattr(dist, f"is_{name}_available", lambda: True)():
-            raise OptionError(f"{caller}: PyTorch is built without the backend {name!r} here")
+            raise OptionError(f"{caller}: there is no backend {name!r}; {did_you_mean(name, built)}")
+        if name not in built:
+            raise OptionError(
+                f"{caller}: PyTorch is built without the backend {name!r} here; there are {', '.join(built)}"
+            )
