@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import threading
 import warnings
 
 import numpy
@@ -383,6 +384,10 @@ UNLOADABLE = {
     "an array": (lambda: (1, numpy.ones(2)), r"state\[1\] is a numpy.ndarray"),
     "an enum": (lambda: {Color.RED: 1}, r"the key <Color.RED: 1> of state is a .*Color"),
     "a function": (lambda: [lambda: 1], r"state\[0\] is a function, which cannot be pickled: "),
+    "a lock": (
+        lambda: {"a": [(threading.Lock(),)]},
+        r"state\['a'\]\[0\]\[0\] is a _thread.lock, which cannot be pickled",
+    ),
     "a defaultdict": (lambda: collections.defaultdict(int), r"state is a collections.defaultdict"),
     "a named tuple": (lambda: Point(1, 2), r"state is a .*Point"),
     "an attribute": (lambda: torch.nn.Parameter(torch.ones(1)), r"state.note is a .*History"),
@@ -399,6 +404,14 @@ def test_what_could_not_be_loaded_is_refused_by_key_and_type_when_it_is_saved(ki
     with pytest.raises(CheckpointError, match=f"(?s){message}.*Save tensors, numbers, strings"):
         lockstep.save(tmp_path, step=2, state=state)
     assert names_in(tmp_path) == ["save-000001-step-00000001"]
+
+
+@pytest.mark.parametrize(("value", "allow"), [(lambda: 1, False), (Point(1, 2), True)])
+def test_only_what_can_be_pickled_may_be_allowed(value, allow, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        lockstep.save(tmp_path, state={"a": value})
+    assert ("add_safe_globals" in str(caught.value)) == allow
+    assert ("leave out functions, locks" in str(caught.value)) != allow
 
 
 LOADABLE = [

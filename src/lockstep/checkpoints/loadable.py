@@ -15,6 +15,7 @@ from lockstep._base.dtensors import is_dtensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 _TENSORS = (Tensor, torch.nn.Parameter)
 _AT_MOST = 3
+_NOT_PICKLED = "which cannot be pickled"
 
 
 def problems(value: Any, name: str, *, whole: bool) -> list[str]:
@@ -24,6 +25,17 @@ def problems(value: Any, name: str, *, whole: bool) -> list[str]:
     """
     found = _look(value, name, whole, set())
     return [text for text, _ in zip(found, range(_AT_MOST), strict=False)]
+
+
+def advice(found: list[str]) -> str:
+    """Return what to do about the problems: a sentence."""
+    instead = (
+        "Save tensors, numbers, strings, and dicts, lists and tuples of these (an array as torch.from_numpy(array), "
+        "one of NumPy's numbers as number.item(), an object as its state_dict(), a defaultdict as dict(it))"
+    )
+    if all(_NOT_PICKLED in each for each in found):
+        return f"{instead}; leave out functions, locks, generators and files, and make them anew before you resume"
+    return f"{instead}; or allow a type by torch.serialization.add_safe_globals()"
 
 
 def _look(value: Any, name: str, whole: bool, seen: set[int]) -> Iterator[str]:
@@ -67,7 +79,7 @@ def _other(value: Any, name: str) -> Iterator[str]:
         torch.save(value, buffer)
     except Exception as error:
         gist = re.split(r"[\n]", str(error) or type(error).__name__)[0]
-        yield f"{name} is a {kind}, which cannot be pickled: {gist}"
+        yield f"{name} is a {kind}, {_NOT_PICKLED}: {gist}"
         return
     buffer.seek(0)
     unsafe = get_unsafe_globals_in_checkpoint(buffer)

@@ -256,11 +256,7 @@ class Saving:
                 what = name if part == "state" else f"{name}, {part}"
                 found += loadable.problems(value, what, whole=False)
         if found:
-            raise CheckpointError(
-                f"{'; '.join(found)}. Save tensors, numbers, strings, and dicts, lists and tuples of these (an array "
-                "as torch.from_numpy(array), one of NumPy's numbers as number.item(), an object as its state_dict()); "
-                "or allow a type by torch.serialization.add_safe_globals()"
-            )
+            raise CheckpointError(f"{'; '.join(found)}. {loadable.advice(found)}")
 
     def _find_leaders(self) -> list[int]:
         """Return, for each rank, the rank that writes the common files on its file system.
