@@ -43,7 +43,8 @@ PUBLIC = [
 
 
 def expand(text: str) -> str:
-    """A page's text with all of this in it."""
+    """A page's text with all of this in it, and each picture's text in one line: MyST drops its line breaks."""
+    text = re.sub(r"!\[[^\]]+\]", lambda found: found[0].replace("\n", " "), text)
     text = re.sub(r"<!-- reference: (.+?) -->", lambda found: reference(found[1].split()), text)
     text = text.replace("<!-- other pages -->", "\n".join(_not_named_in(text)))
     text = re.sub(r"<!-- messages: (\w+) -->", lambda found: "\n".join(_listed(found[1])), text)

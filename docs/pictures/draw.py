@@ -13,7 +13,7 @@ class Picture:
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self._head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'font-family="Helvetica, Arial, sans-serif" role="img" aria-label="{title}">\n'
             '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="6" markerHeight="6" '
             f'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z" fill="{LINE}"/></marker></defs>\n'
@@ -56,34 +56,33 @@ class Picture:
 
 
 def drift() -> str:
-    """Why replicas drift, and what lockstep does about it."""
-    p = Picture(960, 400, "Two replicas drift apart after a mistake on one rank; lockstep stops them with an error")
-    p.text(480, 30, "Every step averages the gradients. Nothing ever averages the weights.", 18, bold=True)
-    p.text(480, 54, "So a difference between two replicas never goes away.", 18)
-    for left, title, colour in ((20, "without a check", ORANGE), (500, "with lockstep", GREEN)):
-        p.box(left, 76, 440, 308, PALE)
-        p.box(left, 76, 440, 32, colour, title, 15)
-        p.text(left + 18, 150, "weights", 15, "start")
-        p.text(left + 422, 372, "steps", 15, "end")
-        p.arrow(left + 18, 352, left + 422, 352)
-        p.text(left + 215, 322, "one rank only: another checkpoint,", 15)
-        p.text(left + 215, 340, "a missed step, a bit that flips", 15)
-        p.arrow(left + 180, 306, left + 176, 266)
+    """Why replicas drift, and what lockstep does about it: one chart below the other, for the screen of a phone."""
+    p = Picture(480, 744, "Two replicas drift apart after a mistake on one rank; lockstep stops them with an error")
+    p.text(240, 28, "Every step averages the gradients.", 18, bold=True)
+    p.text(240, 52, "Nothing ever averages the weights.", 18, bold=True)
+    p.text(240, 76, "A difference between replicas never goes away.", 17)
     steps = [40, 85, 130, 175, 220, 265, 310, 355, 400]
-    up, down = (250, 242, 234, 226, 218, 210, 204, 198, 192), (258, 250, 242, 254, 260, 266, 274, 282, 290)
-    p.curve([(20 + x, y) for x, y in zip(steps, up, strict=True)], DEEP_BLUE)
-    p.curve([(20 + x, y) for x, y in zip(steps, down, strict=True)], RED)
-    p.text(440, 180, "rank 0", 15, "end", bold=True)
-    p.text(440, 312, "rank 1", 15, "end", bold=True)
-    p.text(240, 138, "The loss still falls. Nobody notices.", 15)
-    p.curve([(500 + x, y) for x, y in zip(steps[:5], up[:5], strict=True)], DEEP_BLUE)
-    p.curve([(500 + x, y) for x, y in zip(steps[:5], down[:5], strict=True)], RED)
-    p.box(734, 130, 24, 160, GREEN)
-    p.text(746, 124, "a later backward", 15)
-    p.text(772, 196, "OutOfSyncError", 15, "start", bold=True)
-    p.text(772, 216, "on every rank:", 15, "start")
-    p.text(772, 236, "what differs, where,", 15, "start")
-    p.text(772, 254, "since which step", 15, "start")
+    up, down = (174, 166, 158, 150, 142, 134, 128, 122, 116), (182, 174, 166, 178, 184, 190, 198, 206, 214)
+    for top, title, colour, seen in ((94, "without a check", ORANGE, 9), (420, "with lockstep", GREEN, 5)):
+        p.box(20, top, 440, 308, PALE)
+        p.box(20, top, 440, 32, colour, title, 17)
+        p.text(38, top + 66, "weights", 16, "start")
+        p.text(442, top + 296, "steps", 16, "end")
+        p.arrow(38, top + 276, 442, top + 276)
+        p.text(235, top + 245, "one rank only: another checkpoint,", 16)
+        p.text(235, top + 265, "a missed step, a bit that flips", 16)
+        p.arrow(200, top + 228, 196, top + 190)
+        for heights, line in ((up, DEEP_BLUE), (down, RED)):
+            p.curve([(20 + x, top + y) for x, y in list(zip(steps, heights, strict=True))[:seen]], line)
+    p.text(270, 164, "The loss still falls. Nobody notices.", 16)
+    p.text(440, 194, "rank 0", 16, "end", bold=True)
+    p.text(440, 332, "rank 1", 16, "end", bold=True)
+    p.box(254, 480, 24, 146, GREEN)
+    p.text(266, 474, "a later backward", 16)
+    p.text(290, 536, "OutOfSyncError", 16, "start", bold=True)
+    p.text(290, 558, "on every rank:", 16, "start")
+    p.text(290, 580, "what differs, where,", 16, "start")
+    p.text(290, 602, "since which step", 16, "start")
     return p.svg()
 
 
@@ -139,29 +138,31 @@ def two_levels() -> str:
 
 
 def sharding() -> str:
-    """A step of a sharded optimizer on two ranks."""
+    """A step of a sharded optimizer on two ranks: from top to bottom, for the screen of a phone."""
     p = Picture(
-        960, 330, "A sharded optimizer: each rank steps on its half of the weights, then all get the other half"
+        480, 446, "A sharded optimizer: each rank steps on its half of the weights, then all get the other half"
     )
-    for rank, (top, own) in enumerate([(30, BLUE), (190, ORANGE)]):
-        p.text(16, top + 52, f"rank {rank}", 14, "start", bold=True)
-        for row, (name, w) in enumerate((("gradients: the mean, whole", 110), ("weights", 110))):
-            y = top + row * 46
-            p.text(90, y - 6, name, 11, "start")
-            p.box(90, y, w, 26, BLUE)
-            p.box(90 + w, y, w, 26, ORANGE)
-        p.text(90, top + 86, "state: two numbers for each weight of its half", 11, "start")
+    for rank, (left, own) in enumerate([(16, BLUE), (264, ORANGE)]):
+        p.text(left + 100, 24, f"rank {rank}", 17, bold=True)
+        for row, name in enumerate(("gradients: the mean, whole", "weights")):
+            y = 60 + row * 56
+            p.text(left, y - 6, name, 15, "start")
+            p.box(left, y, 100, 26, BLUE)
+            p.box(left + 100, y, 100, 26, ORANGE)
+        p.text(left, 166, "state: two numbers for", 15, "start")
+        p.text(left, 184, "each weight of its half", 15, "start")
         for row in range(2):
-            p.box(90 + rank * 110, top + 92 + row * 16, 110, 14, own)
-        p.arrow(322, top + 60, 388, top + 60)
-        p.text(355, top + 50, "step", 12)
-        p.box(390, top + 46, 110, 26, GREEN if rank == 0 else GREY, "new" if rank == 0 else "old")
-        p.box(500, top + 46, 110, 26, GREY if rank == 0 else GREEN, "old" if rank == 0 else "new")
-        p.arrow(612, top + 60, 718, top + 60)
-        p.box(720, top + 46, 110, 26, GREEN, "new")
-        p.box(830, top + 46, 110, 26, GREEN, "new")
-    p.arrow(664, 96, 664, 242, both=True)
-    p.text(676, 172, "all-gather: each sends its half", 12, "start")
+            p.box(left + rank * 100, 192 + row * 16, 100, 14, own)
+        p.arrow(left + 100, 230, left + 100, 268)
+        p.text(left + 110, 254, "step", 16, "start")
+        for half in range(2):
+            is_new = half == rank
+            p.box(left + half * 100, 270, 100, 28, GREEN if is_new else GREY, "new" if is_new else "old", 15)
+            p.box(left + half * 100, 404, 100, 28, GREEN, "new", 15)
+        p.arrow(left + 100, 300, left + 100, 402)
+    p.arrow(120, 350, 360, 350, both=True)
+    p.text(240, 340, "all-gather:", 15)
+    p.text(240, 370, "each sends its half", 15)
     return p.svg()
 
 

@@ -80,6 +80,16 @@ def test_pictures_are_as_they_are_drawn():
         assert (DOCS / name).read_text() == draw(), "run docs/pictures/draw.py"
 
 
+def test_the_text_of_a_picture_is_one_line_of_words():
+    expand = load(DOCS / "_ext" / "pages.py").expand
+    assert (
+        expand("![Lines part, and go\non.\nA later](x.svg)\nand go")
+        == "![Lines part, and go on. A later](x.svg)\nand go"
+    )
+    for page in DOCS.glob("*.md"):
+        assert all(len(text.split()) > 8 for text in re.findall(r"!\[([^\]]*)\]\(", page.read_text())), page
+
+
 def test_the_chart_shows_what_was_measured():
     for name, draw in load(ROOT / "benchmarks" / "chart.py").PICTURES.items():
         assert (DOCS / name).read_text() == draw(), "run benchmarks/chart.py"
