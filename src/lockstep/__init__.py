@@ -40,6 +40,7 @@ if _TYPE_CHECKING:
 
 # Each is imported when it is first used: workers of a loader, and tools, import a program's file, not its training.
 _PACKAGES = ("distributed", "errors", "local", "loop", "sharding", "shares")
+_MORE_PACKAGES = ("checkpoints", "failures", "phases")  # which no program needs in its first lines
 _WHERE = {
     "DataParallel": "lockstep.local",
     "DistributedDataParallel": "lockstep.distributed",
@@ -92,7 +93,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
+    if name in _PACKAGES + _MORE_PACKAGES:
         return _importlib.import_module(f"lockstep.{name}")
     if name not in _WHERE:
         raise _where_it_is(__name__, name)
