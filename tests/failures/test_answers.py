@@ -10,7 +10,7 @@ import pytest
 
 from deadlock_programs import run_to_the_end, some_program
 from lockstep.failures.answers import AnswersOfRanks
-from lockstep.failures.whereabouts import Whereabouts
+from lockstep.failures.whereabouts import Wait, Whereabouts
 
 
 class Network:
@@ -112,3 +112,25 @@ def test_the_first_answer_to_an_inquiry_counts_and_those_to_other_ranks_are_not_
     answers.note(Whereabouts(1, step=5), "a key")  # of a rank whose threads were not looked at
     assert answers.last[1].step == 4
     assert told == ["asked"]
+
+
+def test_ranks_are_stuck_once_all_of_them_have_answered_twice_with_the_same_number():
+    told = []
+    answers = AnswersOfRanks(0, lambda kind, inquiry, **fields: told.append(inquiry))
+
+    def at(rank, number):
+        own, other = ("a", "b") if rank == 0 else ("b", "a")
+        waits = (Wait(own, 1, "all_reduce", (0, 1)),)
+        return Whereabouts(rank, number=number, waits=waits, launched={own: 1, other: 0})
+
+    def found():
+        return answers.stuck(lambda: at(0, 1))
+
+    answers.note(at(0, 1))
+    answers.note(at(1, 1))
+    assert not found()
+    answers.note(at(1, 2), told[-1])  # it has gone on meanwhile, and waits again
+    assert not found()
+    answers.note(at(1, 2), told[-1])
+    assert found() == {0, 1}
+    assert len(told) == 2
