@@ -135,7 +135,13 @@ class WaitsOfRank:
     def _look(self) -> tuple[_Seen, dict[Wait, float], list[_Known]]:
         """Return what the threads are in, since when each of them waits, and the groups that are known."""
         frames = sys._current_frames()
-        del frames[threading.get_ident()]  # a frame that refers to itself would keep all others, and their objects
+        try:
+            del frames[threading.get_ident()]  # a frame that refers to itself would keep all others, and their objects
+            return self._look_at(frames)
+        finally:
+            frames.clear()  # so would two threads that look at each other
+
+    def _look_at(self, frames: Mapping[int, FrameType]) -> tuple[_Seen, dict[Wait, float], list[_Known]]:
         ours = waits()
         blocked = [each for each in map(_blocked, frames.items()) if each and each.thread not in ours]
         if not ours and not blocked and self._device() is None:
