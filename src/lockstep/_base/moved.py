@@ -10,7 +10,7 @@ _ROOMS = ("loop", "local", "distributed", "checkpoints", "errors", "sharding", "
 def where_it_is(package: str, name: str) -> AttributeError:
     """Return the error for a name that ``package`` does not have, which says where it is, if any package has it."""
     # ``from PACKAGE import FILE`` asks for the name before it imports the file, also while a room is being imported
-    elsewhere = not name.startswith("_") and find_spec(f"{package}.{name}") is None
+    elsewhere = name.isidentifier() and not name.startswith("_") and find_spec(f"{package}.{name}") is None
     room = next((each for each in _ROOMS if elsewhere and _has(f"lockstep.{each}", name)), None)
     hint = "" if room is None else f"; it is in lockstep.{room}: from lockstep.{room} import {name}"
     return AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
