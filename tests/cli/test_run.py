@@ -182,10 +182,15 @@ def test_a_run_that_is_interrupted_says_so_and_nothing_else(tmp_path):
 
 def test_ranks_end_with_a_command_that_is_killed(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
+    program.write_text(
+        "import os, sys, time\nout = sys.stdout\n"
+        "print(out.line_buffering, out.write_through, os.getpid())\ntime.sleep(600)\n"
+    )
     command = [sys.executable, "-m", "lockstep", "run", "--ranks", "2", str(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
-        ranks = [int(running.stdout.readline().split()[-1]) for _ in range(2)]
+        lines = [running.stdout.readline() for _ in range(2)]
+        ranks = [int(line.split()[-1]) for line in lines]
+        assert all("] True False " in line for line in lines), "a line is one write, so that the launcher sees it whole"
         ends = [os.pidfd_open(rank) for rank in ranks]
         running.kill()
         for end in ends:

@@ -76,6 +76,10 @@ _PR_SET_PDEATHSIG = 1
 def _run_here(options: argparse.Namespace) -> int:
     if options.started_by is not None:
         _end_with(options.started_by)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # The launcher reads what ranks print from files, and takes the two writes of an unbuffered ``print`` for
+            # two lines if it looks between them.
+            sys.stdout.reconfigure(line_buffering=True, write_through=False)
     if options.patch:
         importlib.import_module("lockstep.patch")
     if options.backend:
@@ -178,7 +182,6 @@ def _launch(options: argparse.Namespace, ranks: int) -> int:
     chosen += ["-m"] if options.module else []
     command = ["-m", "lockstep_command", "run", *chosen, options.program, *options.arguments]
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what ranks print is read from files
     logs = TemporaryDirectory(prefix="lockstep-")
     try:
         tagged = ["--tee", "3"] if ranks > 1 else []
