@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -343,12 +344,14 @@ class Session:
         if error is None:
             self.progress.current_phase = Phase.TEAR_DOWN
         stopped = self._decisions is not None and self._decisions.should_stop
+        # Before the handlers are restored: the launcher ends this rank as soon as it has noticed one that failed.
+        last_words = self._watch.last_words(error, self._requests.former(signal.SIGTERM))
         self._requests.end()
         self._steps.close()
         if self.world_size > 1:
             training_alone().session_ends(self._collectives, warns=error is None)
         try:
-            self._watch.end(error, self._release, values)
+            self._watch.end(error, self._release, values, last_words)
         except BaseException:
             self._state.close(remove=False)
             raise

@@ -114,6 +114,10 @@ class StopRequests:
                 signal.signal(number, self._called)
         _taken_over.add(self)
 
+    def former(self, number: signal.Signals) -> Any:
+        """Return the handler of a signal that is there once this has ended."""
+        return self._before.get(number, signal.getsignal(number))
+
     def end(self) -> None:
         """Restore handlers and wake-up descriptor, and end the thread; handlers that others installed since stay.
 

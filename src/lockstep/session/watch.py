@@ -233,6 +233,7 @@ class Watch:
         error: BaseException | None = None,
         release: Callable[[], object] = lambda: None,
         values: ValuesAtEnd | None = None,
+        last_words: "LastWords | None" = None,
     ) -> None:
         """Tell the others how this rank ends, release the group by ``release``, wait for the others, and close.
 
@@ -245,7 +246,7 @@ class Watch:
         self._ended = True
         broken = self._error_of_device(values) if error is None else None
         with self._resources:
-            self._leave(error or broken, release, values)
+            self._leave(error or broken, release, values, last_words)
         if broken is not None:
             raise broken
 
@@ -262,12 +263,27 @@ class Watch:
             return error
         return None
 
-    def _leave(self, error: BaseException | None, release: Callable[[], object], values: ValuesAtEnd | None) -> None:
+    def last_words(self, error: BaseException | None, on_sigterm: Any = None) -> "LastWords | None":
+        """Delay the launcher's SIGTERM from now on if this rank ends with an ``error``, or because another has failed.
+
+        ``on_sigterm``: the handler that is there when the training is over; None: the present one.
+        """
+        if self.channel is None or (error is None and self.channel.failure is None):
+            return None
+        return LastWords(on_sigterm)
+
+    def _leave(
+        self,
+        error: BaseException | None,
+        release: Callable[[], object],
+        values: ValuesAtEnd | None,
+        last_words: "LastWords | None",
+    ) -> None:
         channel = self.channel
         if channel is None:
             self._release(release)
             return
-        last_words = LastWords() if error is not None or channel.failure is not None else None
+        last_words = last_words or self.last_words(error)
         told = self._tell(channel, error)
         try:
             channel.announce_end(self._closed or error is not None)
@@ -539,11 +555,13 @@ class LastWords:
     Does nothing without a launcher, or if the program handles SIGTERM itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_sigterm: Any = None) -> None:
+        """``on_sigterm``: what handles SIGTERM when the training is over; None: what does so now."""
         self._until = time.monotonic() + PRINT_SECONDS
         self._came = False
         in_main = threading.current_thread() is threading.main_thread()
-        self._holds = in_main and has_launcher() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        on_sigterm = signal.getsignal(signal.SIGTERM) if on_sigterm is None else on_sigterm
+        self._holds = in_main and has_launcher() and on_sigterm is signal.SIG_DFL
         if self._holds:
             signal.signal(signal.SIGTERM, self._note)
 
