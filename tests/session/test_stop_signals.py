@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep
-from lockstep.errors import OptionError
+from lockstep.errors import OptionError, PeerFailure
+from lockstep.session.stop_requests import StopRequests
 from processes import be_launched, run_processes
 
 
@@ -120,3 +123,29 @@ def notifies_workers(rank):
 @pytest.mark.around
 def test_workers_of_loaders_do_not_notice():
     assert run_processes(1, notifies_workers) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
+
+
+def ended_by_its_launcher(rank, port):
+    """The launcher's SIGTERM comes when the session has just put back the handlers of before."""
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    end = StopRequests.end
+
+    def ended(requests):
+        end(requests)
+        signal.raise_signal(signal.SIGTERM)
+
+    with (
+        mock.patch.object(StopRequests, "end", ended),
+        contextlib.suppress(ZeroDivisionError, PeerFailure),
+        lockstep.session(backend="gloo", device="cpu", timeout=60.0) as run,
+    ):
+        assert not run.should_stop  # signals are taken over from here on
+        _ = 1 / 0
+    return "said why"
+
+
+def test_a_rank_says_why_it_ends_before_its_launcher_ends_it():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert run_processes(2, ended_by_its_launcher, store.port) == ["said why"] * 2
