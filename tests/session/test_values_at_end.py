@@ -147,6 +147,15 @@ def average_for_a_last_test(run):
     return training
 
 
+def average_in_place_of_the_weights(run):
+    """As many programs with an average of their own do it: another tensor in ``.data``."""
+    training = Training(run).train()
+    if run.is_main:
+        for parameter in training.net.parameters():
+            parameter.data = parameter.data + 0.5
+    return training
+
+
 def frozen_inference_tensors(run):
     with torch.inference_mode():
         encoder = nn.Linear(4, 4).requires_grad_(False)
@@ -227,6 +236,7 @@ RIGHT = [
         saved,
         best_for_a_last_test,
         average_for_a_last_test,
+        average_in_place_of_the_weights,
         values_of_each_rank,
         ignored,
         sharded,

@@ -25,8 +25,8 @@ If backward fails on this rank, it sends the messages that the other ranks wait 
 so.
 
 Lifetimes: the replicated module keeps the reducer alive (``managed_parameters.py``). Gradients live in
-buckets (``buckets.py``). The gradients and weights that a rank has accumulated since the last round are its
-*contribution* (``rank_state.py``), which ends with the round that reduces it.
+buckets (``buckets/bucket.py``). The gradients and weights that a rank has accumulated since the last round are its
+*contribution* (``contribution.py``), which ends with the round that reduces it.
 """
 
 import logging
@@ -172,8 +172,9 @@ class Reducer:
     def _begin_step_without_pass(self) -> Step:
         self._look_for_retyped()
         own = self.rank_state
-        changed, parameters = own.look_for_changes(), self._members.tracked
-        step = Step(None, GradientSnapshot(parameters), own.requires_sync, changed and own.requires_sync)
+        own.look_for_changes()  # the gradients of new parameters count, too
+        parameters = self._members.tracked
+        step = Step(None, GradientSnapshot(parameters), own.requires_sync)
         step.has_users_hooks = any(map(users_hooks_of, parameters))
         self._steps.append(step)
         return step

@@ -144,7 +144,8 @@ class DriftWatch:
         """True if the program has written to the module after its last step, as to test averaged weights: seen in a
         sample of the values."""
         earlier, now = self._after_step, self.table.sample()
-        return earlier is not None and now is not None and not torch.equal(now, earlier)
+        # It may have moved to another device since.
+        return earlier is not None and now is not None and not torch.equal(now.cpu(), earlier.cpu())
 
     @property
     def alike_after(self) -> int:

@@ -71,17 +71,16 @@ class Table:
         count = len(self.slices)
         self.apart = max(1, min(MOST_APART, ROUNDS // max(1, count)))
         self.at_once = -(-count * self.apart // ROUNDS)
-        trained = [
-            part for each, parts in zip(self.tensors, inner, strict=True) if each.requires_grad for part in parts
-        ]
-        self._sample = _flat(trained[-1].detach())[-_SAMPLED:] if trained else None
+        self._sampled = next((each for each in reversed(self.tensors) if each.requires_grad), None)
         self.is_on_accelerator = any(is_accelerator(part.device) for parts in inner for part in parts)
 
     def sample(self) -> Tensor | None:
         """Return a copy of a few values, of the last parameter that is trained; None if none is, or on a stream that is
-        being captured. What tells whether a program has written to the module: versions do not count writes to
-        ``.data``."""
-        return None if self._sample is None or is_captured(self) else self._sample.clone()
+        being captured. What tells whether a program has written to the module: versions count neither writes to
+        ``.data`` nor another tensor there."""
+        if self._sampled is None or is_captured(self):
+            return None
+        return _flat(inner_tensors(self._sampled)[-1])[-_SAMPLED:].clone()
 
     def is_due(self, round_: int) -> bool:
         """Return True if any slices are to be looked at after a round."""

@@ -1,6 +1,6 @@
 """Decisions of all ranks without a collective of their own: stop, skip a batch, and which ranks have batches left.
 
-Each rank writes the state of its loop into the status of its next round (``reduction/status.py``). All ranks read the
+Each rank writes the state of its loop into the status of its next round (``report/status.py``). All ranks read the
 same report, so all know in the same step. Loops may be nested; a round belongs to the innermost.
 """
 
