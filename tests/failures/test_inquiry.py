@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lockstep.failures.progress import Progress
 from lockstep.failures.stacks import Frame, Thread, own_stack
 from lockstep.failures.stall import FIRST_STEPS, Deadline, StallLimits, absent, late, stalled
 from lockstep.failures.whereabouts import Whereabouts, collective_of, compiles
+from lockstep.session.waits_of_rank import WaitsOfRank
 
 TORCH = torch.__path__[0]
 WAITS = Whereabouts(0, 100, step=7, phase="backward", idle=61, waits_for="all_reduce, bucket 0", begun=20)
@@ -237,3 +239,12 @@ def test_a_thread_that_waits_for_other_ranks_is_told_from_one_that_does_not():
     assert collective_of(Thread(1, "", (*stack.frames[:1], *inner))) == "barrier"
     compiling = Frame(f"{TORCH}/_dynamo/convert_frame.py", 1, "compile")
     assert compiles(Thread(1, "", (*stack.frames, compiling)))
+
+
+def test_a_look_at_all_threads_keeps_none_of_their_frames(monkeypatch):
+    """Two threads that look at the same time are in each other's frames, and would keep what all others refer to."""
+    looked: list[dict] = []
+    monkeypatch.setattr(WaitsOfRank, "_look_at", lambda _, frames: looked.append(frames) or len(frames))
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(WaitsOfRank._look, WaitsOfRank.__new__(WaitsOfRank)).result() > 0
+    assert looked == [{}]
