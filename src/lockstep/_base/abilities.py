@@ -42,10 +42,10 @@ class Abilities(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory on the CPU that collectives can use without a copy."""
 
-    def allreduce(
-        self, tensors: list[Tensor], opts: Any, *, factor: float = 1.0, rounded_to: torch.dtype | None = None
+    def _all_reduce(
+        self, tensors: list[Tensor], opts: Any, factor: float = 1.0, rounded_to: torch.dtype | None = None
     ) -> Any:
-        """Sum tensors, each multiplied by its rank's ``factor`` during the reduction.
+        """Begin to sum tensors, each multiplied by its rank's ``factor`` during the reduction.
 
         ``rounded_to``: half precision to which each rank's values, and their mean, are rounded; only where ranks
         share memory.

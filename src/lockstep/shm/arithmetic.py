@@ -68,6 +68,10 @@ class TensorReduction:
         out.copy_(into.to(rounded_to))
 
 
+reduction_of = lru_cache(256)(TensorReduction)
+"""Returns the reduction of an operation and its dtypes: the same object each time."""
+
+
 def divide(x: Tensor, count: int) -> None:
     """Divide a sum in place; whole numbers lose their fraction, as with NCCL."""
     whole = not (x.is_floating_point() or x.is_complex())

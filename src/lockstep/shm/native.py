@@ -50,8 +50,6 @@ class NativeCollectives:
         ``rounded_to``: a dtype to which each rank's values are rounded before they are reduced, and the result after
         it; the ranks have to share memory.
         """
-        if tensors and tensors[0].layout != torch.strided:
-            return self._all_reduce_sparse(tensors, opts)
         _check_single(tensors, "all_reduce")
         return self._all_reduce(tensors, opts, factor, rounded_to)
 
@@ -72,8 +70,9 @@ class NativeCollectives:
     def _all_reduce(
         self, tensors: list[Tensor], opts: Any, factor: float = 1.0, rounded_to: torch.dtype | None = None
     ) -> ShmWork:
-        check_tensors(tensors, "all_reduce")
-        if factor != 1 and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
+        if tensors and tensors[0].layout != torch.strided:
+            return self._all_reduce_sparse(tensors, opts)
+        if factor != 1 and tensors and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
             raise OptionError(f"all_reduce: a factor needs a floating-point or complex tensor, got {tensors[0].dtype}")
         op, count = _op(opts), len(tensors)
         return self._in_place("all_reduce", lambda a, x: a.all_reduce(x, op, count, factor, rounded_to), tensors, opts)

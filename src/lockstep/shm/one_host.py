@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep._base.abilities import Addition, Chunks, PlaceOfPart
 from lockstep.errors import LayoutError
-from lockstep.shm.arithmetic import TensorReduction
+from lockstep.shm.arithmetic import TensorReduction, reduction_of
 from lockstep.shm.messages import CollectiveKind, Descriptor, Op, factor_of
 from lockstep.shm.staging import CHUNK_BYTES, Staging, shard_numel
 
@@ -74,7 +74,7 @@ class OneHost:
         if self.size == 1:
             staging.agree(descriptor, self.timeout)
             # A program finds out with one rank what cannot be reduced: this raises as it would on more.
-            reduction = TensorReduction(descriptor.op, x.dtype, descriptor.rounded_to)
+            reduction = reduction_of(descriptor.op, x.dtype, descriptor.rounded_to)
             scale(x, factor)
             if descriptor.rounded_to is not None:
                 reduction([x], x)
@@ -82,12 +82,12 @@ class OneHost:
             # Small tensors: write first and agree afterwards, so that one exchange does both.
             copy_scaled(staging.own_data(x.dtype)[:n], x, factor)
             half, _ = staging.agree(descriptor, self.timeout)
-            reduction = TensorReduction(descriptor.op, x.dtype, descriptor.rounded_to)
+            reduction = reduction_of(descriptor.op, x.dtype, descriptor.rounded_to)
             if receives and n:
                 reduction([staging.data(rank, half, x.dtype)[:n] for rank in range(self.size)], x)
         else:
             _, messages = staging.agree(descriptor, self.timeout, x, factor)
-            reduction = TensorReduction(descriptor.op, x.dtype, descriptor.rounded_to)
+            reduction = reduction_of(descriptor.op, x.dtype, descriptor.rounded_to)
             allocated = staging.allocated_tensors(messages, x)
             if allocated is not None:  # every rank's tensor is in shared memory: nothing is copied in or out
                 self._reduce_in_place(allocated, reduction, receivers, [factor_of(message) for message in messages])
@@ -286,7 +286,7 @@ class OneHost:
         """Reduce ``inputs``, one tensor for each rank, over all ranks; each rank gets the result for itself."""
         staging, n, dtype = self.staging, output.numel(), output.dtype
         staging.agree(Descriptor(CollectiveKind.REDUCE_SCATTER, dtype, n, op, tensors=tensors), self.timeout)
-        reduction = TensorReduction(op, dtype)
+        reduction = reduction_of(op, dtype)
         if self.size == 1:
             copy(output, inputs[0])
             return

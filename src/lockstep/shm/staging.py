@@ -122,7 +122,8 @@ class Staging:
         self.size = peers.size
         self.pool = StagingPool(peers, first_number=STAGING + 1)
         self._own_bytes = torch.frombuffer(memory.bytes, dtype=torch.uint8)
-        self._buffers: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._data: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._results: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._half = 0
 
     @staticmethod
@@ -132,20 +133,21 @@ class Staging:
 
     def data(self, rank: int, half: int, dtype: torch.dtype) -> Tensor:
         """Return the buffer in which a rank puts its data."""
-        return self._both(rank, half, dtype)[0]
+        found = self._data.get((rank, half, dtype))
+        return self._view_both(rank, half, dtype)[0] if found is None else found
 
     def result(self, rank: int, half: int, dtype: torch.dtype) -> Tensor:
         """Return the buffer in which a rank puts its part of a result, as large as a rank's shard of a chunk."""
-        return self._both(rank, half, dtype)[1]
+        found = self._results.get((rank, half, dtype))
+        return self._view_both(rank, half, dtype)[1] if found is None else found
 
-    def _both(self, rank: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _view_both(self, rank: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        whole = self._own_bytes if rank == self.local_rank else self.peers.memory(rank, STAGING)
+        size = whole.numel() // 2
+        data, results = whole[half * size : (half + 1) * size].split([CHUNK_BYTES, size - CHUNK_BYTES])
         key = rank, half, dtype
-        if key not in self._buffers:
-            whole = self._own_bytes if rank == self.local_rank else self.peers.memory(rank, STAGING)
-            size = whole.numel() // 2
-            data, results = whole[half * size : (half + 1) * size].split([CHUNK_BYTES, size - CHUNK_BYTES])
-            self._buffers[key] = data.view(dtype), results.view(dtype)
-        return self._buffers[key]
+        self._data[key], self._results[key] = both = data.view(dtype), results.view(dtype)
+        return both
 
     def own_data(self, dtype: torch.dtype) -> Tensor:
         """Return the buffer in which this rank can put data before the next exchange."""
@@ -185,7 +187,8 @@ class Staging:
 
     def close(self) -> None:
         """Drop all memory except pieces in which tensors of the program lie."""
-        self._buffers.clear()
+        self._data.clear()
+        self._results.clear()
         self._own_bytes = torch.empty(0, dtype=torch.uint8)
         self.pool.close()
 

@@ -117,7 +117,7 @@ class WorkQueue:
             if self._closed:
                 raise CommunicationError("the process group has been destroyed")
             self._begun.append(work)
-            if sum(output.numel() * output.itemsize for output in work.outputs) <= SMALL_BYTES:
+            if sum([output.numel() * output.itemsize for output in work.outputs]) <= SMALL_BYTES:
                 self._recent.append(work)
             if background:
                 self._call_worker()

@@ -346,7 +346,7 @@ class Collectives:
         with self.phases.phase("collective", f"all_reduce, {what}"):
             sender = self._sender(tensor, what)
             if sender.abilities is not None:  # it multiplies while it copies
-                return self._begin(what, sender, sender.abilities.allreduce, [tensor], options, factor=factor)
+                return self._begin(what, sender, sender.abilities._all_reduce, [tensor], options, factor)
             if factor != 1:
                 tensor.mul_(factor)
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -366,7 +366,7 @@ class Collectives:
         options.asyncOp = not blocking
         self.count_bytes(tensor)
         with self.phases.phase("collective", f"all_reduce, {what}"):
-            return self._begin(what, sender, sender.abilities.allreduce, [tensor], options, rounded_to=half)
+            return self._begin(what, sender, sender.abilities._all_reduce, [tensor], options, 1.0, half)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         """Start to broadcast a tensor from rank ``source``, in place."""
@@ -508,7 +508,8 @@ class Collectives:
             raise CommunicationError(
                 f"{waits.name_of_call(what)}: this process is not in the process group it was given"
             )
-        call = waits.Call(self.group, self._state.begun.add(), collective.__name__ + sender.of_what, what, needed)
+        kind = collective.__name__.lstrip("_") + sender.of_what
+        call = waits.Call(self.group, self._state.begun.add(), kind, what, needed)
         if sender.of_what:
             self._state.begun.note_on_device(call, number_on(self.group) if watchers else None)
         return Pending((work,), self, call, sender.in_slices)
