@@ -11,7 +11,7 @@ from lockstep._base.digests import slice_digest
 from lockstep.distributed.reduction.module import drift
 from lockstep.distributed.reduction.module.equal_values import Differences
 from lockstep.distributed.reduction.module.optimizer_numbers import SAME_NUMBERS, difference_in_numbers, numbers_of
-from lockstep.distributed.reduction.module.value_digests import MOST_APART, ROUNDS, Table, comparable_state
+from lockstep.distributed.reduction.module.value_digests import APART, ROUNDS, Table, comparable_state
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -29,8 +29,8 @@ def test_all_values_are_looked_at_within_256_rounds(sizes):
         looks = [here.due(number) for number in range(first, first + ROUNDS)]
         assert {*itertools.chain(*looks)} == {*range(len(here.slices))}
         apart = [number for number, look in enumerate(looks) if look]
-        assert max(b - a for a, b in itertools.pairwise(apart)) <= MOST_APART
-        assert max(map(len, looks)) <= -(-len(here.slices) // (ROUNDS // MOST_APART)) + 1
+        assert max(b - a for a, b in itertools.pairwise(apart)) <= APART
+        assert max(map(len, looks)) <= -(-len(here.slices) // (ROUNDS // APART)) + 1
 
 
 def test_a_slice_has_at_most_64_kib_and_slices_cover_everything():

@@ -94,11 +94,6 @@ def _lanes(flat: Tensor) -> Tensor:
     return data.view(torch.int64)
 
 
-@lru_cache(maxsize=64)
-def _slice_factors(count: int, device: torch.device) -> Tensor:
-    return _factors(count, device, _IN_ROW)
-
-
 _NUMBERS = {1: torch.uint8, 2: torch.int16}
 
 
@@ -106,8 +101,14 @@ def slice_digest(flat: Tensor) -> Tensor:
     """Return a number of 64 bits of the bits of a one-dimensional tensor whose elements lie one after the other, in two
     or three operations: each four bytes, or less if the elements are smaller, times an odd number."""
     numbers = flat.view(_NUMBERS.get(flat.dtype.itemsize, torch.int32))
-    factors = _slice_factors(len(numbers), flat.device)
-    return torch.dot(numbers.long(), factors) if flat.is_cpu else (numbers * factors).sum()
+    if flat.is_cpu:
+        return torch.dot(numbers.long(), _cpu_factors(len(numbers)))
+    return (numbers * _factors(len(numbers), flat.device, _IN_ROW)).sum()
+
+
+@lru_cache(maxsize=64)
+def _cpu_factors(count: int) -> Tensor:
+    return _factors(count, torch.device("cpu"), _IN_ROW)
 
 
 def _sum(lanes: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ Each rank looks when an optimizer's step is over, and tells two numbers of 64 bi
 
 - a digest of the *numbers* of the optimizers that have stepped the module's parameters (learning rates and all others
   in ``param_groups``), which is made anew only where one has changed;
-- a digest of the *values* of some parameters and of what the optimizer keeps of them: other slices of 64 KiB after each
-  step, or after each few steps in a small module, in an order that follows from the number of the round. All are looked
-  at within 256 rounds, and again and again. After the first step it is a digest of all.
+- a digest of the *values* of some parameters and of what the optimizer keeps of them, after each seventh round: other
+  slices each time, in an order that follows from the number of the round. All are looked at within 256 rounds, and
+  again and again. After the first step it is a digest of all.
 
 Only what is there after a step counts: between two steps a rank may change its weights for a while, as sharpness-aware
 minimisation and weight noise do. If the digests of two ranks differ, all ranks compare everything, and raise an error
@@ -22,16 +22,16 @@ gradients of one rank alone.
 """
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep._base.devices import is_accelerator
 from lockstep._base.identity_map import IdentityMap
-from lockstep._base.optimizer_steps import has_any, observe_steps, stop_observing
+from lockstep._base.optimizer_steps import observe_steps, stop_observing
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.module.equal_values import compare
@@ -42,7 +42,7 @@ from lockstep.distributed.reduction.module.optimizer_numbers import (
     difference_in_numbers,
     numbers_of,
 )
-from lockstep.distributed.reduction.module.value_digests import Look, Table, comparable_state, is_captured, told
+from lockstep.distributed.reduction.module.value_digests import APART, Look, Table, comparable_state, in_bytes, told
 from lockstep.errors import OutOfSyncError
 
 MOST_LATE = 16
@@ -56,25 +56,26 @@ class Told(NamedTuple):
     values: int = 0
 
 
-class _Steps:
-    """What is known of an optimizer that steps the module's parameters, and of its step under way."""
+NOTHING = Told()
 
-    __slots__ = ("_lists", "_parameters", "before", "begun", "inside", "known", "optimizer", "table")
+
+class _Steps:
+    """What is known of an optimizer that makes steps."""
+
+    __slots__ = ("_lists", "_parameters", "known", "optimizer", "table")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = ref(optimizer)
-        self.known: Known | None = None
-        """Its numbers, as they were read last."""
         self.table: Table | None = None
-        """The module's parameters when it was seen last that it has some of them."""
-        self.begun: int | None = None
-        """The round in which its step has begun; None if none is under way. A step that fails never ends."""
-        self.before = 0
-        """How many steps had ended before, since the last round."""
-        self.inside = 0
-        """How many steps of its own have begun inside, as there are hooks around each ``step`` of its classes."""
+        """The module's parameters when its numbers were read last."""
+        self.known: Known | None = None
+        """Its numbers; none if it has no parameter of the module."""
         self._parameters: frozenset[int] = frozenset()
         self._lists: list[tuple[int, int]] = []  # the ids and lengths of the lists in which its groups have them
+
+    def stepped(self) -> Optimizer | None:
+        """Return its optimizer, if that still exists and has parameters of the module."""
+        return self.optimizer() if self.known is not None and self.known.numbers.groups else None
 
     def parameters(self, optimizer: Optimizer) -> frozenset[int]:
         """Return the ids of the parameters of its optimizer, which are read again if groups have become others."""
@@ -83,6 +84,20 @@ class _Steps:
             self._lists = lists
             self._parameters = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
         return self._parameters
+
+
+class _Begun:
+    """A step under way. One that fails never ends."""
+
+    __slots__ = ("before", "inside", "round")
+
+    def __init__(self, round_: int, before: int) -> None:
+        self.round = round_
+        self.before = before
+        """How many steps had ended before, since the last round."""
+        self.inside = 0
+        """How many steps of the same optimizer have begun inside, as there are hooks around each ``step`` of its
+        classes."""
 
 
 class DriftWatch:
@@ -109,10 +124,11 @@ class DriftWatch:
         self._collectives = collectives
         self._table: Table | None = None
         self._optimizers: IdentityMap[_Steps] = IdentityMap()
+        self._begun: dict[int, _Begun] = {}  # steps under way, by the optimizer's id
         self._ended: dict[int, tuple[_Steps, Known]] = {}  # steps since the last round, by the optimizer's id
         self._looks: dict[int, Look] = {}  # by round
         self._late = 0  # rounds by which digests of values are told later than in the next one, alike on all ranks
-        self._told = Told()
+        self._told = NOTHING
         self._told_look: Look | None = None
         self._is_under_way = False  # what it was to tell has not arrived on the host
         self._told_steps: list[tuple[_Steps, Known]] = []
@@ -120,7 +136,7 @@ class DriftWatch:
         self.is_first = True
         """True until all values have been compared after a step that has had the same gradients on all ranks."""
         self._alike: dict[int, int] = {-1: 0}  # the last round after which each slice (-1: all) was alike
-        self._after_step: Tensor | None = None  # a sample of the values
+        self._after_step: bytes | Tensor | None = None  # a sample of the values
         self._local_since: int | None = None  # collectives begun before a pass that did not synchronise
         self.has_local_steps = False
         """True if an optimizer has stepped on gradients of this rank alone."""
@@ -137,15 +153,14 @@ class DriftWatch:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that have stepped the module's parameters."""
-        return list(self._optimizers)
+        return [optimizer for each in self._optimizers.values() if (optimizer := each.stepped()) is not None]
 
     @property
     def is_written_since_step(self) -> bool:
         """True if the program has written to the module after its last step, as to test averaged weights: seen in a
         sample of the values."""
-        earlier, now = self._after_step, self.table.sample()
-        # It may have moved to another device since.
-        return earlier is not None and now is not None and not torch.equal(now.cpu(), earlier.cpu())
+        earlier, now = in_bytes(self._after_step), in_bytes(self.table.sample())  # perhaps on another device since
+        return earlier is not None and now is not None and now != earlier
 
     @property
     def alike_after(self) -> int:
@@ -165,64 +180,74 @@ class DriftWatch:
             self._table = Table(self._named(), version)
         return self._table
 
+    # What runs in each step is one function for its beginning, and one for its end: after a step nothing is cached, and
+    # a call takes longer than what it does.
+
     def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Note that an optimizer begins a step; there may be rounds in it, and steps of other optimizers."""
-        if not self.compares:
-            return
-        steps, table = self._optimizers.get(optimizer), self.table
-        if steps is None or steps.table is not table:
-            if not has_any(optimizer, table.ids):
-                return
-            if steps is None:
-                steps = self._optimizers[optimizer] = _Steps(optimizer)
-            steps.table = table
-        if steps.begun == self.round:
-            steps.inside += 1
+        begun = self._begun.get(id(optimizer))
+        if begun is None or begun.round != self.round:
+            self._begun[id(optimizer)] = _Begun(self.round, len(self._ended))
         else:
-            steps.begun, steps.before, steps.inside = self.round, len(self._ended), 0
+            begun.inside += 1
 
     def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Look at the numbers of an optimizer that has made a step, and at what is due of its values.
 
         A step that another optimizer has made inside of it does not count: it may be one of a part of the parameters.
         """
-        steps = self._optimizers.get(optimizer)
-        if steps is None or steps.begun is None or steps.table is None:
+        key, round_, ended = id(optimizer), self.round, self._ended
+        begun = self._begun.get(key)
+        if begun is None or not self.compares:
             return
-        table, round_, ended = steps.table, self.round, self._ended
-        before = steps.before if steps.begun == round_ else 0
-        if steps.inside:
-            steps.inside -= 1
+        if begun.inside:
+            begun.inside -= 1
         else:
-            steps.begun = None
-        if len(ended) > before:
-            for inner in list(ended)[before:]:
-                del ended[inner]
-        known = steps.known
-        if known is None or not self._is_as_before(known, optimizer):
-            known = steps.known = self._read(optimizer)
-            if not known.numbers.groups:  # it has none of the module's parameters any more
-                self._optimizers.discard(optimizer)
-                return
-        ended.pop(id(optimizer), None)
-        ended[id(optimizer)] = steps, known
-        self._after_step = table.sample()
-        look = self._looks.get(round_)
-        if look is None:
-            if not (self.is_first or table.is_due(round_)):
-                return
-            look = self._looks[round_] = Look(table, round_, self.is_first)
-        stepped = steps.parameters(optimizer)
-        if look.concerns(stepped) and not is_captured(table):
-            optimizers = [each for some, _ in ended.values() if (each := some.optimizer()) is not None]
-            tensors = [each for _, other in ended.values() for each in other.tensors]
-            look.take(optimizers, stepped, tensors, state=not self.has_local_steps)
-
-    def _is_as_before(self, known: Known, optimizer: Optimizer) -> bool:
+            del self._begun[key]
+        steps, version, table = self._optimizers.get(optimizer), self._version(), self._table
+        if table is None or table.version is not version:
+            table = self.table
+        known = None if steps is None or steps.table is not table else steps.known
         groups = optimizer.param_groups
-        return (
-            known.is_fixed and len(groups) == len(known.groups) and all(map(Group.is_as_before, known.groups, groups))
-        )
+        if known is None or not known.is_fixed or len(groups) != len(known.groups):
+            known = None
+        else:
+            for group, (before, size, count, read, values) in zip(groups, known.groups, strict=True):
+                if (
+                    group is not before
+                    or len(group) != size
+                    or len(group["params"]) != count
+                    or not all(map(is_, read(group), values))
+                ):
+                    known = None
+                    break
+        if known is None:
+            known = self._read(optimizer)
+            if steps is None:
+                steps = self._optimizers[optimizer] = _Steps(optimizer)
+            steps.table, steps.known = table, known
+        assert steps is not None
+        if not known.numbers.groups:  # it has no parameter of the module
+            return
+        first = begun.before if begun.round == round_ else 0
+        if len(ended) > first:
+            for inner in list(ended)[first:]:
+                del ended[inner]
+        ended.pop(key, None)
+        ended[key] = steps, known
+        self._after_step = table.sample()
+        if self.is_first or round_ % APART == 0:
+            self._look(optimizer, steps, table)
+
+    def _look(self, optimizer: Optimizer, steps: _Steps, table: Table) -> None:
+        look = self._looks.get(self.round)
+        if look is None:
+            look = self._looks[self.round] = Look(table, self.round, self.is_first)
+        stepped = steps.parameters(optimizer)
+        if look.concerns(stepped) and not table.is_captured():
+            optimizers = [each for some, _ in self._ended.values() if (each := some.optimizer()) is not None]
+            tensors = [each for _, other in self._ended.values() for each in other.tensors]
+            look.take(optimizers, stepped, tensors, state=not self.has_local_steps)
 
     def _read(self, optimizer: Optimizer) -> Known:
         groups = optimizer.param_groups
@@ -254,7 +279,7 @@ class DriftWatch:
         """Return what this rank tells in a round; ``known``: all ranks that do the same have made as many steps as this
         one since the last round."""
         if not self.compares:
-            return Told()
+            return NOTHING
         self._number = number
         ended, self._ended = list(self._ended.values()), {}
         if not self.is_alike:
@@ -300,7 +325,7 @@ class DriftWatch:
         """Return the parameters, and with ``state`` what optimizers keep of them, with their names."""
         table = self.table
         named = [(f"parameter {name}", tensor) for name, tensor in zip(table.names, table.tensors, strict=True)]
-        for optimizer in self._optimizers if state else ():
+        for optimizer in self.optimizers if state else ():
             for name, parameter in zip(table.names, table.tensors, strict=True):
                 kept = comparable_state(optimizer, parameter)
                 named += [(f"{key} of parameter {name} in {type(optimizer).__name__}", each) for key, each in kept]

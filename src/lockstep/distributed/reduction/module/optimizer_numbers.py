@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from numbers import Number
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -70,6 +70,8 @@ class Group(NamedTuple):
 
     group: dict[str, Any]
     size: int
+    parameters: int
+    """The number of its parameters."""
     read: Callable[[dict[str, Any]], Any]
     """Returns all values but the parameters."""
     values: Any
@@ -79,11 +81,7 @@ class Group(NamedTuple):
         """Return a group as it is now."""
         names = [name for name in group if name != "params"]
         read = itemgetter(*names, names[0]) if names else lambda _: ()
-        return cls(group, len(group), read, read(group))
-
-    def is_as_before(self, group: dict[str, Any]) -> bool:
-        """Return True if no value has been assigned since."""
-        return group is self.group and len(group) == self.size and all(map(is_, self.read(group), self.values))
+        return cls(group, len(group), len(group["params"]), read, read(group))
 
 
 class Known(NamedTuple):

@@ -1,7 +1,8 @@
 """Digests of the slices of a module's parameters, and of what optimizers keep of them, taken after a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from ctypes import string_at
 from typing import NamedTuple
 
 import torch
@@ -12,14 +13,14 @@ from lockstep._base.devices import is_accelerator
 from lockstep._base.digests import slice_digest, text_digest
 from lockstep._base.inner_tensors import inner_tensors, is_ordinary
 
+APART = 7
+"""The number of rounds from one look to the next: most of what a look costs is that it is one."""
 ROUNDS = 256
 """The number of rounds in which all values are looked at once."""
-MOST_APART = 7
-"""The most rounds from one look to the next."""
-_SLICE = 1 << 14
-"""Number of elements of a slice."""
+_LEAST, _MOST = 1 << 14, 1 << 22
+"""Number of elements of a slice, which grows with the module: each takes some launches on an accelerator."""
 _SAMPLED = 16
-"""Number of elements of a sample."""
+"""Number of bytes of a sample, or of elements where it is a tensor."""
 
 
 def comparable_state(optimizer: Optimizer, parameter: Tensor) -> list[tuple[str, Tensor]]:
@@ -51,6 +52,7 @@ class Slice(NamedTuple):
     inner: int
     """The number of the tensor inside of the parameter in which it lies: 0 but for odd classes."""
     start: int
+    stop: int
 
 
 class Table:
@@ -62,37 +64,52 @@ class Table:
         self.tensors = [tensor for _, tensor in named]
         self.ids = frozenset(map(id, self.tensors))
         inner = [inner_tensors(tensor) for tensor in self.tensors]
+        size = max(_LEAST, min(_MOST, sum(part.numel() for parts in inner for part in parts) // ROUNDS))
         self.slices = [
-            Slice(number, place, start)
+            Slice(number, place, start, start + size)
             for number, parts in enumerate(inner)
             for place, part in enumerate(parts)
-            for start in range(0, part.numel(), _SLICE)
+            for start in range(0, part.numel(), size)
         ]
-        count = len(self.slices)
-        self.apart = max(1, min(MOST_APART, ROUNDS // max(1, count)))
-        self.at_once = -(-count * self.apart // ROUNDS)
-        self._sampled = next((each for each in reversed(self.tensors) if each.requires_grad), None)
-        self.is_on_accelerator = any(is_accelerator(part.device) for parts in inner for part in parts)
+        self._at_once = -(-len(self.slices) // (ROUNDS // APART))
+        self._sampled = next((each for each in reversed(self.tensors) if each.requires_grad and each.numel()), None)
+        self._is_sampled_as_bytes = self._sampled is not None and is_ordinary(self._sampled)
+        devices = [part.device for parts in inner for part in parts if is_accelerator(part.device)]
+        self._accelerator = devices[0] if devices else None
+        self.is_on_accelerator = bool(devices)
 
-    def sample(self) -> Tensor | None:
-        """Return a copy of a few values, of the last parameter that is trained; None if none is, or on a stream that is
-        being captured. What tells whether a program has written to the module: versions count neither writes to
-        ``.data`` nor another tensor there."""
-        if self._sampled is None or is_captured(self):
+    def sample(self) -> bytes | Tensor | None:
+        """Return a few values of the last parameter that is trained, or on an accelerator a copy of them; None if none
+        is, or on a stream that is being captured. What tells whether a program has written to the module: versions
+        count neither writes to ``.data`` nor another tensor there."""
+        sampled = self._sampled
+        if sampled is None or self.is_captured():
             return None
-        return _flat(inner_tensors(self._sampled)[-1])[-_SAMPLED:].clone()
+        if self._is_sampled_as_bytes and sampled.is_cpu and sampled.is_contiguous():
+            # In each step: a view takes ten times as long, and one that is kept would keep memory.
+            count = min(sampled.nbytes, _SAMPLED)
+            taken: bytes = string_at(sampled.data_ptr() + sampled.nbytes - count, count)
+            return taken
+        return _flat(inner_tensors(sampled)[-1].detach())[-_SAMPLED:].clone()
+
+    def is_captured(self) -> bool:
+        """Return True if the current stream of the parameters' accelerator is being captured into a graph."""
+        if self._accelerator is None:
+            return False
+        capturing = getattr(torch.get_device_module(self._accelerator.type), "is_current_stream_capturing", None)
+        return capturing is not None and capturing()
 
     def is_due(self, round_: int) -> bool:
         """Return True if any slices are to be looked at after a round."""
-        return round_ % self.apart == 0 and bool(self.slices)
+        return round_ % APART == 0 and bool(self.slices)
 
     def due(self, round_: int) -> range:
         """Return the numbers of the slices to be looked at after a round."""
         if not self.is_due(round_):
             return range(0)
-        looks = -(-len(self.slices) // self.at_once)
-        first = round_ // self.apart % looks * self.at_once
-        return range(first, min(first + self.at_once, len(self.slices)))
+        looks = -(-len(self.slices) // self._at_once)
+        first = round_ // APART % looks * self._at_once
+        return range(first, min(first + self._at_once, len(self.slices)))
 
 
 class Look:
@@ -113,7 +130,6 @@ class Look:
         has been looked at yet."""
         return bool(self.numbers) and (not self._found or not self._parameters.isdisjoint(stepped))
 
-    @torch.no_grad()
     def take(
         self, optimizers: Sequence[Optimizer], stepped: AbstractSet[int], numbers: Sequence[Tensor], state: bool
     ) -> None:
@@ -125,7 +141,9 @@ class Look:
             if id(parameter) in stepped or number not in self._found:
                 kept = [comparable_state(each, parameter) for each in optimizers] if state else []
                 tensors = [parameter, *(tensor for each in kept for _, tensor in each)]
-                self._found[number] = [digest for each in tensors for digest in _digests(each, piece, parameter)]
+                self._found[number] = [
+                    digest for each in tensors for digest in _digests(each.detach(), piece, parameter)
+                ]
         self._numbers = [slice_digest(each.detach().reshape(1)) for each in numbers]
         if table.is_on_accelerator:
             self._send()
@@ -146,28 +164,27 @@ class Look:
         return told([int(each) for found in self._found.values() for each in found]) if self._found else 0
 
 
+def in_bytes(sample: bytes | Tensor | None) -> bytes | None:
+    """Return a sample to be compared."""
+    return bytes(sample.view(torch.uint8).tolist())[-_SAMPLED:] if isinstance(sample, Tensor) else sample
+
+
 def told(value: object) -> int:
     """Return a number of 64 bits, never 0, that is the same for the same value."""
     return text_digest(repr(value), bits=64) or 1
 
 
-def _digests(tensor: Tensor, piece: Slice, parameter: Tensor) -> Iterator[Tensor]:
-    if is_ordinary(tensor) and tensor.is_contiguous() and tensor.shape == parameter.shape:
+def _digests(tensor: Tensor, piece: Slice, parameter: Tensor) -> list[Tensor]:
+    """Return the digests of a slice of a tensor without a gradient, which is that of a ``parameter`` or has its
+    shape."""
+    is_alike = tensor.shape == parameter.shape
+    if is_alike and is_ordinary(tensor) and tensor.is_contiguous():
         flat = tensor.view(-1)
-        yield slice_digest(flat if tensor.numel() <= _SLICE else flat[piece.start : piece.start + _SLICE])
-        return
+        return [slice_digest(flat if len(flat) <= piece.stop - piece.start else flat[piece.start : piece.stop])]
     parts = inner_tensors(tensor)
-    if tensor.shape == parameter.shape and piece.inner < len(parts):
-        yield slice_digest(_flat(parts[piece.inner])[piece.start : piece.start + _SLICE])
-    elif not piece.inner and not piece.start:  # of another shape, such as the row and column factors of Adafactor
-        for part in parts:
-            yield from map(slice_digest, _flat(part).split(_SLICE))
-
-
-def is_captured(table: Table) -> bool:
-    """Return True if the current stream of the parameters' accelerator is being captured into a graph."""
-    if not table.is_on_accelerator:
-        return False
-    device = next(part.device for tensor in table.tensors for part in inner_tensors(tensor) if not part.is_cpu)
-    capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", None)
-    return capturing is not None and capturing()
+    if is_alike and piece.inner < len(parts):
+        return [slice_digest(_flat(parts[piece.inner])[piece.start : piece.stop])]
+    if piece.inner or piece.start:
+        return []
+    # Of another shape, such as the row and column factors of Adafactor.
+    return [slice_digest(each) for part in parts for each in _flat(part).split(piece.stop)]

@@ -28,6 +28,7 @@ from lockstep.distributed.comm.record import Field, Fold, Packing, Record
 MOST_STEPS, UNKNOWN_STEPS = 254, 255
 """The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
 _WEIGHT_BITS = 128
+_MOST_ENCODED = 8
 
 
 class Part(IntEnum):
@@ -236,7 +237,7 @@ class ReportLayout:
         self.numel = self.packed_buffers.stop
         self.has_buffers = packed_buffers > 0
         self._is_usual = False
-        self._said: tuple[Any, ...] = ()  # the part of the status that is written behind what is new in each round
+        self._encoded: dict[tuple[Any, ...], bytes] = {}  # by the part of the status that is seldom new
         self._head = bytearray(start)
         self._numbers = torch.frombuffer(self._head, dtype=torch.uint8)
         with torch.inference_mode(False):
@@ -253,8 +254,12 @@ class ReportLayout:
             head[self._late + index] = 1
         head[self._status : self._steady] = _CHANGING.encode(status, self._rank)
         said = *status[2:-2], status.numbers > 0, status.values > 0
-        if said != self._said:
-            self._said, head[self._steady :] = said, _STEADY.encode(status, self._rank)
+        encoded = self._encoded.get(said)
+        if encoded is None:
+            if len(self._encoded) == _MOST_ENCODED:  # weights, perhaps, which are new in each round
+                self._encoded.clear()
+            encoded = self._encoded[said] = _STEADY.encode(status, self._rank)
+        head[self._steady :] = encoded
         self._is_usual = not late and status[_FLAGS] == _USUAL
         if self._is_usual:  # the sum if all ranks say the same
             torch.mul(self._numbers, self._ranks, out=self._alike)
