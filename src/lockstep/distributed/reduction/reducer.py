@@ -156,13 +156,16 @@ class Reducer:
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
             check_optimizers(self._members.named)
-        if self._triggers_of is not self.common.buckets:  # the plan has changed since the last pass
-            self._choose_triggers()
-        if self.common.plan.observes:
-            self.common.plan.begin_round()
         step = Step(this, GradientSnapshot(parameters), own.requires_sync, changed and own.requires_sync)
-        if self._triggers or any(map(hooks_of, parameters)):
-            on = [(self.parameters[number].parameter, trigger) for number, trigger in self._triggers.items()]
+        triggers: dict[int, Trigger] = {}
+        if own.requires_sync and self.common.modules.exclusive:  # else nothing leaves before the pass has ended
+            if self._triggers_of is not self.common.buckets:  # the plan has changed since the last pass
+                self._choose_triggers()
+            if self.common.plan.observes:
+                self.common.plan.begin_round()
+            triggers = self._triggers
+        if triggers or any(map(hooks_of, parameters)):
+            on = [(self.parameters[number].parameter, trigger) for number, trigger in triggers.items()]
             step.hooks = PassHooks(parameters, on)
             step.has_users_hooks = step.hooks.has_users
         if own.padding_batch is not None:

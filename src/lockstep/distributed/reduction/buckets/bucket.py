@@ -329,11 +329,11 @@ class Bucket:
         inside = none_inside if is_unused else self._in_place(current)
         if False not in inside and all(map(is_, current, self._grads)):
             return inside
-        # test_a_gradient_that_somebody_keeps_is_not_overwritten
-        held = (a > b and not stays for a, b, stays in zip(counts, self._counts, inside, strict=True))
-        if not is_unused and False in inside and (users > self._users or any(held)):
-            self._allocate()
-            return none_inside
+        if not is_unused and False in inside:  # test_a_gradient_that_somebody_keeps_is_not_overwritten
+            held = (a > b and not stays for a, b, stays in zip(counts, self._counts, inside, strict=True))
+            if users > self._users or any(held):
+                self._allocate()
+                return none_inside
         local = map(local_part, self._grads) if self._has_dtensors else self._grads
         if not all(map(_is_set_to, local, self._views)):  # the program has given them other memory (``grad.data =``)
             self._make_grads()
