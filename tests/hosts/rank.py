@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-import lockstep.session.start  # not while the ranks meet: failures come at times after the start
+import lockstep.session.start  # not while the ranks meet
 from lockstep.failures.ring import Connection, Meeting
 
 RANK = int(next(filter(None, map(os.environ.get, ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"]))))
@@ -86,6 +86,18 @@ def pause_before_connecting() -> None:
     Meeting._connect_to_next = connect_late
 
 
+def note_when_it_has_met_the_others() -> None:
+    """From then on it knows on which hosts they are."""
+    connect = Meeting.connect
+
+    def noted(meeting: Meeting, *given: Any, **named: Any) -> Any:
+        connected = connect(meeting, *given, **named)
+        note("has met")
+        return connected
+
+    Meeting.connect = noted
+
+
 def main() -> str:
     if JOB["how"] == "session":
         with lockstep.session(backend=JOB["backend"], timeout=JOB["timeout"], **JOB["options"]) as run:
@@ -103,6 +115,7 @@ def main() -> str:
 torch.set_num_threads(1)
 if JOB["late"] == RANK:
     pause_before_connecting()
+note_when_it_has_met_the_others()
 note("start", pid=os.getpid())
 try:
     digest = main()

@@ -42,8 +42,8 @@ ROWS = [
     Plan((2,), "stop", 0),
     Plan(TWO, "stop host", 1),
     Plan(THREE, "stop host", 0),
-    Plan(TWO, "cable", 1, step=-1, seconds=0.5, timeout=20.0),
-    Plan(THREE, "cable", 0, "gloo", step=-1, seconds=1.5, timeout=20.0),
+    Plan(TWO, "cable", 1, step=-1, timeout=20.0),
+    Plan(THREE, "cable", 0, "gloo", step=-1, seconds=0.5, timeout=20.0),
 ]
 
 
