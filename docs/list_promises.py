@@ -1,7 +1,7 @@
-"""Lists the promises of docs/distributed.md with the tests that fail where they are broken, for docs/promises.md.
+"""Lists the promises of docs/distributed_reference.md with the tests that fail where they are broken.
 
 docs/promises.toml maps the beginning of each paragraph, list item and row of a table to its tests, heading by heading.
-``python docs/list_promises.py`` prints the list.
+``python docs/list_promises.py`` prints the list; docs/promises.md shows it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Statement(NamedTuple):
 
 
 def read() -> tuple[list[Statement], Tests]:
-    """Return the statements of docs/distributed.md, and the tests of docs/promises.toml."""
-    return statements((DOCS / "distributed.md").read_text()), tomllib.loads((DOCS / "promises.toml").read_text())
+    """Return the statements of docs/distributed_reference.md, and the tests of docs/promises.toml."""
+    page = (DOCS / "distributed_reference.md").read_text()
+    return statements(page), tomllib.loads((DOCS / "promises.toml").read_text())
 
 
 def statements(page: str) -> list[Statement]:

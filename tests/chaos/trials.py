@@ -108,7 +108,7 @@ _ROUND = ("collect", "collective", "wait", "finish", "hook", "optimizer")
 
 def _judge_other(plan: Plan, rank: int, told: dict) -> list[str]:
     problems = []
-    # Gloo connects in C++, where nothing ends that before the time-out: docs/reliability.md says so.
+    # Gloo connects in C++, where nothing ends that before the time-out: docs/reliability_reference.md says so.
     connects = plan.backend == "gloo" and not plan.place and told["threads"] == ["lockstep makes the group"]
     if told["threads"] and not connects:
         problems.append(f"rank {rank} still has threads: {told['threads']}")

@@ -124,7 +124,7 @@ def causes():
 
 
 def test_pages_name_causes_in_the_words_of_errors():
-    page = (DOCS / "distributed.md").read_text().replace("`", "")
+    page = (DOCS / "distributed_reference.md").read_text().replace("`", "")
     for each in causes():
         assert f"| {each.replace(': ', ' | ', 1)} |" in page
     begins = [each.partition(":")[0] for each in causes()]

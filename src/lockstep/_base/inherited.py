@@ -14,7 +14,7 @@ from torch.nn import Module
 from lockstep._base.texts import DOCUMENTATION
 
 C = TypeVar("C", bound=type)
-_PAGE = f"{DOCUMENTATION}/distributed.html#pytorch-s-class"
+_PAGE = f"{DOCUMENTATION}/distributed_reference.html#pytorch-s-class"
 
 
 class Refused:
