@@ -1,7 +1,7 @@
 """Do two ranks train the network of digits.py as one process does? ``lockstep check examples/check_digits.py:case``.
 
-Batch normalisation with the statistics of the batch is another computation on each rank's rows: ``with_statistics`` is
-that case, which is not equal, and the check says why. ``case`` normalises with the running statistics.
+Batch normalisation with the statistics of each rank's rows is another computation: ``with_statistics`` is that case,
+which is not equal, and the check says why. ``case`` normalises with the statistics of the rows of all ranks.
 """
 
 import sys
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import lockstep
 from lockstep.check import Case
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,9 +31,7 @@ def with_statistics() -> Case:
 
 def case() -> Case:
     found = with_statistics()
-    for module in found.model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval()
+    lockstep.local.SyncBatchNorm.convert_sync_batchnorm(found.model)
     return found
 
 

@@ -33,7 +33,7 @@ def test_readmes_model_is_equal(tmp_path, capsys):
     assert "\nequal: the largest difference is" in printed
 
 
-def test_the_network_of_the_digits_is_equal_without_statistics_of_the_batch(capsys):
+def test_the_network_of_the_digits_is_equal_with_statistics_of_all_ranks(capsys):
     assert main(["check", DIGITS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal"] is True
     assert main(["check", DIGITS.replace(":case", ":with_statistics"), "--json"]) == 1
