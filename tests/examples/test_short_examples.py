@@ -24,7 +24,7 @@ def percents(output: str) -> list[float]:
 
 
 def test_examples_are_short():
-    for file in EXAMPLES.glob("*.py"):
+    for file in EXAMPLES.rglob("*.py"):
         lines = file.read_text().count("\n")
         assert lines < 150, (file.name, lines)
 
