@@ -99,13 +99,9 @@ class Table:
         capturing = getattr(torch.get_device_module(self._accelerator.type), "is_current_stream_capturing", None)
         return capturing is not None and capturing()
 
-    def is_due(self, round_: int) -> bool:
-        """Return True if any slices are to be looked at after a round."""
-        return round_ % APART == 0 and bool(self.slices)
-
     def due(self, round_: int) -> range:
         """Return the numbers of the slices to be looked at after a round."""
-        if not self.is_due(round_):
+        if round_ % APART or not self.slices:
             return range(0)
         looks = -(-len(self.slices) // self._at_once)
         first = round_ // APART % looks * self._at_once
