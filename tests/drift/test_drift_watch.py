@@ -39,6 +39,14 @@ def test_a_slice_has_at_most_64_kib_and_slices_cover_everything():
     assert table().due(0) == range(0)
 
 
+def test_no_memory_is_read_that_a_program_has_freed():
+    parameter = nn.Parameter(torch.arange(40.0))
+    here = Table([("a", parameter)], None)
+    assert here.sample() == bytes(torch.arange(36.0, 40).view(torch.uint8).tolist())
+    parameter.untyped_storage().resize_(0)
+    assert here.sample() is None
+
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
 
 

@@ -157,10 +157,10 @@ class DriftWatch:
 
     @property
     def is_written_since_step(self) -> bool:
-        """True if the program has written to the module after its last step, as to test averaged weights: seen in a
-        sample of the values."""
-        earlier, now = in_bytes(self._after_step), in_bytes(self.table.sample())  # perhaps on another device since
-        return earlier is not None and now is not None and now != earlier
+        """True if the program has written to the module after its last step, as to test averaged weights, or has freed
+        its memory: seen in a sample of the values."""
+        earlier = in_bytes(self._after_step)
+        return earlier is not None and in_bytes(self.table.sample()) != earlier  # perhaps on another device since
 
     @property
     def alike_after(self) -> int:

@@ -73,7 +73,7 @@ class Table:
         ]
         self._at_once = -(-len(self.slices) // (ROUNDS // APART))
         self._sampled = next((each for each in reversed(self.tensors) if each.requires_grad and each.numel()), None)
-        self._is_sampled_as_bytes = self._sampled is not None and is_ordinary(self._sampled)
+        self._is_ordinary = self._sampled is not None and is_ordinary(self._sampled)
         devices = [part.device for parts in inner for part in parts if is_accelerator(part.device)]
         self._accelerator = devices[0] if devices else None
         self.is_on_accelerator = bool(devices)
@@ -85,11 +85,16 @@ class Table:
         sampled = self._sampled
         if sampled is None or self.is_captured():
             return None
-        if self._is_sampled_as_bytes and sampled.is_cpu and sampled.is_contiguous():
-            # In each step: a view takes ten times as long, and one that is kept would keep memory.
-            count = min(sampled.nbytes, _SAMPLED)
-            taken: bytes = string_at(sampled.data_ptr() + sampled.nbytes - count, count)
-            return taken
+        if self._is_ordinary:
+            storage = sampled.untyped_storage()
+            end = int(sampled.storage_offset()) * sampled.itemsize + sampled.nbytes
+            if storage.nbytes() < end:  # a program has freed it for a while
+                return None
+            if sampled.is_cpu and sampled.is_contiguous():
+                # In each step: a view takes ten times as long, and one that is kept would keep memory.
+                count = min(sampled.nbytes, _SAMPLED)
+                taken: bytes = string_at(storage.data_ptr() + end - count, count)
+                return taken
         return _flat(inner_tensors(sampled)[-1].detach())[-_SAMPLED:].clone()
 
     def is_captured(self) -> bool:
