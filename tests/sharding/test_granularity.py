@@ -235,12 +235,12 @@ def test_an_optimizer_that_is_known_on_one_rank_alone_is_an_error_on_both_and_th
         words = r"does not know the step of .*test_granularity\.WithAStep"
         with pytest.raises(UnknownOptimizerError if rank.rank else PeerError, match=words):
             shard_optimizer(optimizer)
-        train(rank, model, shard_optimizer(optimizer, granularity="element"), range(2))
+        train(rank, model, shard_optimizer(optimizer, granularity="element"), range(1))
         return values(model)
 
     def plain(rank):
         model = replicated(rank)
-        train(rank, model, torch.optim.AdamW(model.parameters()), range(2))
+        train(rank, model, torch.optim.AdamW(model.parameters()), range(1))
         return values(model)
 
     assert equal(run_ranks(2, called), run_ranks(2, plain))

@@ -158,7 +158,8 @@ class Reducer:
             check_optimizers(self._members.named)
         step = Step(this, GradientSnapshot(parameters), own.requires_sync, changed and own.requires_sync)
         triggers: dict[int, Trigger] = {}
-        if own.requires_sync and self.common.modules.exclusive:  # else nothing leaves before the pass has ended
+        # Else nothing leaves before the pass has ended, and the order of gradients is known.
+        if own.requires_sync and (self.common.modules.exclusive or self.common.plan.observes):
             if self._triggers_of is not self.common.buckets:  # the plan has changed since the last pass
                 self._choose_triggers()
             if self.common.plan.observes:

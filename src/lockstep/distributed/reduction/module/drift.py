@@ -212,11 +212,13 @@ class DriftWatch:
         if known is None or not known.is_fixed or len(groups) != len(known.groups):
             known = None
         else:
-            for group, (before, size, count, read, values) in zip(groups, known.groups, strict=True):
+            for group, (before, size, count, first, read, values) in zip(groups, known.groups, strict=True):
+                parameters = group["params"]
                 if (
                     group is not before
                     or len(group) != size
-                    or len(group["params"]) != count
+                    or len(parameters) != count
+                    or (count and parameters[0] is not first)
                     or not all(map(is_, read(group), values))
                 ):
                     known = None
@@ -229,9 +231,9 @@ class DriftWatch:
         assert steps is not None
         if not known.numbers.groups:  # it has no parameter of the module
             return
-        first = begun.before if begun.round == round_ else 0
-        if len(ended) > first:
-            for inner in list(ended)[first:]:
+        outside = begun.before if begun.round == round_ else 0
+        if len(ended) > outside:
+            for inner in list(ended)[outside:]:
                 del ended[inner]
         ended.pop(key, None)
         ended[key] = steps, known

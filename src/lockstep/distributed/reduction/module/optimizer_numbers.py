@@ -72,6 +72,8 @@ class Group(NamedTuple):
     size: int
     parameters: int
     """The number of its parameters."""
+    first: Any
+    """The first of them: a sharded optimizer has others for a while."""
     read: Callable[[dict[str, Any]], Any]
     """Returns all values but the parameters."""
     values: Any
@@ -81,7 +83,8 @@ class Group(NamedTuple):
         """Return a group as it is now."""
         names = [name for name in group if name != "params"]
         read = itemgetter(*names, names[0]) if names else lambda _: ()
-        return cls(group, len(group), len(group["params"]), read, read(group))
+        parameters = group["params"]
+        return cls(group, len(group), len(parameters), parameters[0] if parameters else None, read, read(group))
 
 
 class Known(NamedTuple):
