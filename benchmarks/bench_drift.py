@@ -1,7 +1,7 @@
 """Claim: that replicas are watched for drift makes a settled step at most 1 % longer.
 
 Measured: a training on two ranks on an ``shm`` group, AdamW, with the watch and without it, in turns in the same
-processes. A turn has 28 steps, after four of which a slice of a small model's values is looked at.
+processes. A turn has 28 steps, after four of which slices of the values are looked at.
 
     python benchmarks/bench_drift.py
 """

@@ -22,7 +22,6 @@ gradients of one rank alone.
 """
 
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -86,20 +85,6 @@ class _Steps:
         return self._parameters
 
 
-class _Begun:
-    """A step under way. One that fails never ends."""
-
-    __slots__ = ("before", "inside", "round")
-
-    def __init__(self, round_: int, before: int) -> None:
-        self.round = round_
-        self.before = before
-        """How many steps had ended before, since the last round."""
-        self.inside = 0
-        """How many steps of the same optimizer have begun inside, as there are hooks around each ``step`` of its
-        classes."""
-
-
 class DriftWatch:
     """Watches one module on one rank; an observer of optimizer steps."""
 
@@ -124,7 +109,10 @@ class DriftWatch:
         self._collectives = collectives
         self._table: Table | None = None
         self._optimizers: IdentityMap[_Steps] = IdentityMap()
-        self._begun: dict[int, _Begun] = {}  # steps under way, by the optimizer's id
+        # Steps under way, by the optimizer's id: the round in which it has begun; how many steps had ended before,
+        # since that round; how many of its own have begun inside, as hooks are around each ``step`` of its classes.
+        # One that fails never ends.
+        self._begun: dict[int, tuple[int, int, int]] = {}
         self._ended: dict[int, tuple[_Steps, Known]] = {}  # steps since the last round, by the optimizer's id
         self._looks: dict[int, Look] = {}  # by round
         self._late = 0  # rounds by which digests of values are told later than in the next one, alike on all ranks
@@ -180,65 +168,40 @@ class DriftWatch:
             self._table = Table(self._named(), version)
         return self._table
 
-    # What runs in each step is one function for its beginning, and one for its end: after a step nothing is cached, and
-    # a call takes longer than what it does.
+    # What runs in each step is short: after a step nothing is cached, and a call takes longer than what it does.
 
     def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Note that an optimizer begins a step; there may be rounds in it, and steps of other optimizers."""
-        begun = self._begun.get(id(optimizer))
-        if begun is None or begun.round != self.round:
-            self._begun[id(optimizer)] = _Begun(self.round, len(self._ended))
-        else:
-            begun.inside += 1
+        round_, before, inside = self._begun.get(id(optimizer), (-1, 0, 0))
+        is_inside = round_ == self.round
+        self._begun[id(optimizer)] = (round_, before, inside + 1) if is_inside else (self.round, len(self._ended), 0)
 
     def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Look at the numbers of an optimizer that has made a step, and at what is due of its values.
 
         A step that another optimizer has made inside of it does not count: it may be one of a part of the parameters.
         """
-        key, round_, ended = id(optimizer), self.round, self._ended
-        begun = self._begun.get(key)
+        key, ended, begun = id(optimizer), self._ended, self._begun.pop(id(optimizer), None)
         if begun is None or not self.compares:
             return
-        if begun.inside:
-            begun.inside -= 1
-        else:
-            del self._begun[key]
-        steps, version, table = self._optimizers.get(optimizer), self._version(), self._table
-        if table is None or table.version is not version:
-            table = self.table
-        known = None if steps is None or steps.table is not table else steps.known
-        groups = optimizer.param_groups
-        if known is None or not known.is_fixed or len(groups) != len(known.groups):
-            known = None
-        else:
-            for group, (before, size, count, first, read, values) in zip(groups, known.groups, strict=True):
-                parameters = group["params"]
-                if (
-                    group is not before
-                    or len(group) != size
-                    or len(parameters) != count
-                    or (count and parameters[0] is not first)
-                    or not all(map(is_, read(group), values))
-                ):
-                    known = None
-                    break
-        if known is None:
+        round_, before, inside = begun
+        if inside:
+            self._begun[key] = round_, before, inside - 1
+        steps, table = self._optimizers.get(optimizer), self.table
+        if steps is None:
+            steps = self._optimizers[optimizer] = _Steps(optimizer)
+        known = steps.known
+        if known is None or steps.table is not table or not known.is_as_before(optimizer.param_groups):
             known = self._read(optimizer)
-            if steps is None:
-                steps = self._optimizers[optimizer] = _Steps(optimizer)
             steps.table, steps.known = table, known
-        assert steps is not None
         if not known.numbers.groups:  # it has no parameter of the module
             return
-        outside = begun.before if begun.round == round_ else 0
-        if len(ended) > outside:
-            for inner in list(ended)[outside:]:
-                del ended[inner]
+        for inner in list(ended)[before if round_ == self.round else 0 :]:
+            del ended[inner]
         ended.pop(key, None)
         ended[key] = steps, known
         self._after_step = table.sample()
-        if self.is_first or round_ % APART == 0:
+        if self.is_first or self.round % APART == 0:
             self._look(optimizer, steps, table)
 
     def _look(self, optimizer: Optimizer, steps: _Steps, table: Table) -> None:

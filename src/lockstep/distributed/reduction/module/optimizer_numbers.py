@@ -1,8 +1,8 @@
 """The numbers of optimizers: learning rates and all others in their parameter groups, to be compared between ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -86,6 +86,14 @@ class Group(NamedTuple):
         parameters = group["params"]
         return cls(group, len(group), len(parameters), parameters[0] if parameters else None, read, read(group))
 
+    def is_as_before(self, group: dict[str, Any]) -> bool:
+        """Return True if it has the same parameters, and no value has been assigned since."""
+        if group is not self.group or len(group) != self.size or len(group["params"]) != self.parameters:
+            return False
+        return (not self.parameters or group["params"][0] is self.first) and all(
+            map(is_, self.read(group), self.values)
+        )
+
 
 class Known(NamedTuple):
     """What is known of an optimizer that steps the module's parameters."""
@@ -97,6 +105,10 @@ class Known(NamedTuple):
     """Numbers on an accelerator, in its groups."""
     is_fixed: bool
     """True if no number is a tensor, which may be written in place."""
+
+    def is_as_before(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Return True if no number has changed since."""
+        return self.is_fixed and len(groups) == len(self.groups) and all(map(Group.is_as_before, self.groups, groups))
 
 
 def difference_in_numbers(told_by: Mapping[int, Mapping[str, str]]) -> str:
