@@ -118,7 +118,7 @@ def one_sleeps(rank, run):
 def test_the_rank_that_others_wait_for_comes_first():
     run = f"run of {os.getpid()} that waits"
     lines = run_processes(3, one_sleeps, run, errors=True)[0].stderr.splitlines()
-    heads = [line.partition(" of 3")[0] for line in lines if line.startswith(f"run {run}")]
+    heads = [line.partition(" of 3 (")[0] for line in lines if line.startswith(f"run {run}")]
     assert heads == [f"run {run}, rank {rank}" for rank in (1, 0, 2)]
 
 
