@@ -62,11 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if (cache := getattr(config, "cache", None)) is not None:
         os.environ.setdefault("LOCKSTEP_SIM_CACHE", str(cache.mkdir("sim")))
         os.environ.setdefault("LOCKSTEP_TEST_TURNS", str(cache.mkdir("turns")))
-    if hasattr(config, "workerinput"):
-        import processes
-
-        # While there are no accelerators, whose threads a copy would not have.
-        processes.start_server(fork=True, examples=any("examples" in argument for argument in config.args))
     config.stash[_backend] = simulator.load(DEVICES)
 
 

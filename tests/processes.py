@@ -2,8 +2,7 @@
 
 `run_processes(2, function)` calls the module-level `function(rank)` in two processes and gives back what they return.
 They are forked off a server that has imported torch and has run nothing, which takes a few hundredths of a second. The
-server starts when this module is imported, to be ready when the first test runs, and ends with this process. A worker
-of pytest-xdist, which has imported the same, forks it off itself (conftest.py) before accelerators are simulated.
+server starts when this module is imported, to be ready when the first test runs, and ends with this process.
 """
 
 from __future__ import annotations
@@ -21,18 +20,16 @@ import operator
 import os
 import pickle
 import random
-import re
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import types
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection, forkserver, resource_tracker, util
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -197,14 +194,6 @@ def _source(function: Callable[..., Any]) -> tuple[str, str, str]:
 
 # -------------------------------------------------------------------------------- in the processes
 
-_IGNORED = [  # as in pyproject.toml
-    "Sparse invariant checks are implicitly disabled",
-    "rank .* each rank trains its own",
-    "Guards may run slower on Python 3.13.0",
-]
-for _message in _IGNORED:
-    re.compile(_message, re.IGNORECASE)  # which Python keeps: ranks need not
-
 
 def _main(
     args: bytes,
@@ -225,12 +214,10 @@ def _main(
     # Shows where it hangs, and sees to it that it ends, even if the process that has started it is gone.
     faulthandler.dump_traceback_later(timeout, exit=True)
     warnings.simplefilter("error")
-    for message in _IGNORED:
-        warnings.filterwarnings("ignore", message=message)
-    if torch.accelerator.current_accelerator() is None:
-        torch.default_generator.manual_seed(0)  # torch.manual_seed() formats stack traces: a tenth of a rank's time
-    else:
-        torch.manual_seed(0)
+    warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")  # as in pyproject.toml
+    warnings.filterwarnings("ignore", message="rank .* each rank trains its own")
+    warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0")
+    torch.manual_seed(0)
     random.seed(0)
     result, error, text = None, None, ""
     try:
@@ -313,65 +300,19 @@ def _loopback() -> str:
 
 _ROOMS = ["lockstep.session.session", "lockstep.local", "lockstep.shares", "lockstep.sharding"]  # and all that they use
 _PRELOAD = ["torch.distributed", "torch._dynamo", "lockstep", *_ROOMS, "pytest"]
-# What many ranks would import each for itself: worth the time of a worker, which runs many tests.
-_PRELOAD_FOR_MANY_TESTS = [
+# What many ranks would import each for itself, for a second: worth the server's time where it serves all tests.
+_PRELOAD_FOR_ALL_TESTS = [
     "torch.distributed.checkpoint",
     "torch.distributed.optim",
     "torch._dynamo.backends.debugging",
     "torch._functorch.aot_autograd",
-    "client_programs",
-    "ddp_reference",
-    "share_runs",
-    "sharded_runs",
-    "training_loops",
+    "sklearn.datasets",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
 ]
-_PRELOAD_FOR_EXAMPLES = ["sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 
-
-def _fork_server(_python: str, args: list[str], kept: list[int]) -> int:
-    """Stands for multiprocessing's function that runs a program with `kept` open: in a copy of this process instead.
-
-    The copy gives up what pytest has set up here, as its capture of output, for what a new interpreter has.
-    """
-    with warnings.catch_warnings(action="ignore"):  # pytest-xdist's other thread has nothing to do in the copy
-        pid = os.fork()
-    if pid:
-        return pid
-    try:
-        # The numbers stay in use: whatever closes a file of this process' later on closes none of the server's.
-        with open(os.devnull, "r+b") as nothing:
-            for file in map(int, os.listdir("/proc/self/fd")):
-                if file > 2 and file not in kept and file != nothing.fileno():
-                    with contextlib.suppress(OSError):
-                        os.dup2(nothing.fileno(), file)
-        faulthandler.disable()
-        warnings.resetwarnings()
-        for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-            warnings.simplefilter("ignore", ignored)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-        sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
-        threading.excepthook = threading.__excepthook__
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
-        forkserver._forkserver._lock = threading.Lock()  # it is held while the server starts
-        exec(args[args.index("-c") + 1])
-    finally:
-        os._exit(0)
-
-
-def start_server(*, fork: bool = False, examples: bool = False) -> None:
-    """Start the server of ranks; not at the first run, in which it would be a process that a test leaves behind."""
-    with mock.patch.dict(os.environ, {_SERVED: "1", "OMP_NUM_THREADS": "1"}), contextlib.ExitStack() as stack:
-        if fork:
-            with warnings.catch_warnings(action="ignore"):
-                for name in (*_PRELOAD, *_PRELOAD_FOR_MANY_TESTS, *(_PRELOAD_FOR_EXAMPLES if examples else ())):
-                    with contextlib.suppress(ImportError):
-                        importlib.import_module(name)
-            resource_tracker.ensure_running()
-            stack.enter_context(mock.patch.object(util, "spawnv_passfds", _fork_server))
-        _context.set_forkserver_preload([] if fork else _PRELOAD)
+# At import: at the first run, the server would be a process that a test leaves behind. Ranks import this module, too.
+if _SERVED not in os.environ:
+    _context.set_forkserver_preload(_PRELOAD + (_PRELOAD_FOR_ALL_TESTS if "PYTEST_XDIST_WORKER" in os.environ else []))
+    with mock.patch.dict(os.environ, {_SERVED: "1", "OMP_NUM_THREADS": "1"}):
         forkserver.ensure_running()
-
-
-if _SERVED not in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:  # ranks import this module, too
-    start_server()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import random
@@ -84,16 +83,6 @@ def test_ranks_run_one_thread_each_with_the_same_random_numbers():
 
     assert one[:2] == (1, 1)
     assert other == one
-
-
-def what_pytest_changes(rank: Rank) -> tuple:
-    homes = [hook.__module__ for hook in (sys.excepthook, sys.unraisablehook, threading.excepthook)]
-    homes += [type(finder).__module__ for finder in sys.meta_path]
-    return [home for home in homes if home.startswith("_pytest")], faulthandler.is_enabled(), sys.stderr.fileno()
-
-
-def test_ranks_have_nothing_of_what_pytest_changes_in_the_process_that_starts_them():
-    assert run_processes(1, what_pytest_changes) == [([], False, 2)]
 
 
 def warn(rank: Rank) -> None:
