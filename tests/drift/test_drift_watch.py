@@ -47,6 +47,13 @@ def test_no_memory_is_read_that_a_program_has_freed():
     assert here.sample() is None
 
 
+def test_slices_grow_with_the_module_so_that_a_look_is_no_thousand_launches():
+    layers = [(str(number), torch.empty(4096, 11008, device="meta")) for number in range(160)]
+    here = Table([*layers, ("bias", torch.empty(5, device="meta"))], None)
+    assert max(each.stop - each.start for each in here.slices) == 1 << 22
+    assert max(len(here.due(number)) for number in range(ROUNDS)) < 60
+
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
 
 

@@ -65,6 +65,7 @@ class NativeCollectives:
     @outside_compiler
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce several tensors of one dtype over all ranks, in place, moved as one."""
+        check_tensors(tensors, "all_reduce")
         return self._all_reduce(tensors, opts)
 
     def _all_reduce(

@@ -55,9 +55,6 @@ class Told(NamedTuple):
     values: int = 0
 
 
-NOTHING = Told()
-
-
 class _Steps:
     """What is known of an optimizer that makes steps."""
 
@@ -116,7 +113,7 @@ class DriftWatch:
         self._ended: dict[int, tuple[_Steps, Known]] = {}  # steps since the last round, by the optimizer's id
         self._looks: dict[int, Look] = {}  # by round
         self._late = 0  # rounds by which digests of values are told later than in the next one, alike on all ranks
-        self._told = NOTHING
+        self._told = Told()
         self._told_look: Look | None = None
         self._is_under_way = False  # what it was to tell has not arrived on the host
         self._told_steps: list[tuple[_Steps, Known]] = []
@@ -244,7 +241,7 @@ class DriftWatch:
         """Return what this rank tells in a round; ``known``: all ranks that do the same have made as many steps as this
         one since the last round."""
         if not self.compares:
-            return NOTHING
+            return Told()
         self._number = number
         ended, self._ended = list(self._ended.values()), {}
         if not self.is_alike:

@@ -14,11 +14,11 @@ from lockstep._base.digests import slice_digest, text_digest
 from lockstep._base.inner_tensors import inner_tensors, is_ordinary
 
 APART = 7
-"""The number of rounds from one look to the next: most of what a look costs is that it is one."""
+"""The number of rounds from one look to the next: a look takes time of its own, however little it looks at."""
 ROUNDS = 256
 """The number of rounds in which all values are looked at once."""
 _LEAST, _MOST = 1 << 14, 1 << 22
-"""Number of elements of a slice, which grows with the module: each takes some launches on an accelerator."""
+"""Number of elements of a slice. It grows with the module, as each slice takes some launches on an accelerator."""
 _SAMPLED = 16
 """Number of bytes of a sample, or of elements where it is a tensor."""
 

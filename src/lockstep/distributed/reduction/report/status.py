@@ -29,6 +29,7 @@ MOST_STEPS, UNKNOWN_STEPS = 254, 255
 """The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
 _WEIGHT_BITS = 128
 _MOST_ENCODED = 8
+"""Number of rows that are kept encoded."""
 
 
 class Part(IntEnum):
