@@ -308,8 +308,8 @@ def test_writing_clears_what_the_row_held():
     row = torch.full((layout.numel,), 9.0)
     layout.write(row, bytearray([1, 0]), [], Status(5))
 
-    assert row.count_nonzero() == 1 + sum(ROW.encode(Status(5), 1))  # one parameter, and the status
-    assert row[layout.packed_buffers].tolist() == [0.0] * 3
+    assert row[: layout.packed_buffers.start].count_nonzero() == 1 + sum(ROW.encode(Status(5), 1))  # one parameter, and the status
+    assert row[layout.packed_buffers].tolist() == [9.0] * 3  # who writes buffers clears their places
 
 
 @every_dtype

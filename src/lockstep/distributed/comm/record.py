@@ -102,12 +102,16 @@ class Record:
     def __repr__(self) -> str:
         return f"Record({', '.join(field.name for field in self.fields)})"
 
-    def encode(self, said: Any, rank: int) -> bytes:
-        """Return what a rank adds to the sums, as bytes of 0 or 1."""
+    def number(self, said: Any, rank: int) -> int:
+        """Return what a rank adds to the sums, as the bits of one number."""
         number = 0
         for _, bits, fold, value, _ in self.fields:
             number = number << bits | (value(said) if fold is not Fold.WHO else value(said) * rank)
-        return bits_of(number, self.size)
+        return number
+
+    def encode(self, said: Any, rank: int) -> bytes:
+        """Return what a rank adds to the sums, as bytes of 0 or 1."""
+        return bits_of(self.number(said, rank), self.size)
 
     def decode(self, sums: Iterable[float]) -> tuple[Mapping[str, int], set[str]]:
         """Return the totals by name, and the names of the fields in which ranks differ."""

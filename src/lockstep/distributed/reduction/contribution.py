@@ -114,7 +114,9 @@ class Contribution:
         left out."""
         self.used[:] = self._none_used
         self.is_local = False
-        self._close()
+        self._passes = 0
+        if self._left or self.weights or self.problem:
+            self._close()
 
     # ------------------------------------------------------------------------------------------ weights
 

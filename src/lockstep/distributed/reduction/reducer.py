@@ -221,8 +221,10 @@ class Reducer:
             return
         with self._lock:
             step = self._steps[-1] if self._steps else self._begin_unseen_step()
-            own = forward is None or self._members.is_own_parameter(forward.bound_parameter)
-            step.goes_through(self.passes.note_reached(forward), own)
+            step.through_forward = True
+            step.called = self.passes.note_reached(forward) | (step.called or 0)
+            if forward is None or self._members.is_own_parameter(forward.bound_parameter):
+                step.is_within_module = True
 
     def _begin_unseen_step(self) -> Step:
         """Begin the step of a pass whose beginning the reducer has not seen."""
@@ -277,7 +279,8 @@ class Reducer:
 
     def _check_alive(self) -> None:
         try:
-            self.collectives.check_alive()
+            if not self.collectives.is_alive:
+                self.collectives.check_alive()
             if self.decisions.shares:
                 self.decisions.check_outside_share(self.collectives.global_rank)
             if self.common.is_on_accelerator:

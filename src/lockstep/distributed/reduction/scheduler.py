@@ -100,7 +100,7 @@ class GroupScheduler(PassObserver):
                 accumulates = this.accumulates
                 reducing += [each for each in silent if each.synchronises and each.takes_part(accumulates)]
             if self.modules.exclusive:
-                self.reduce(reducing)
+                self._reduce(reducing, [Part.FULL] * len(reducing))
             elif reducing:
                 answer = self.modules.ask(reducing)
                 self._check_not_inside(answer.modules, this)
@@ -114,7 +114,7 @@ class GroupScheduler(PassObserver):
                     module.end_pass()
             raise
         finally:
-            for module in (*reached, *silent):
+            for module in (*accumulating, *silent):
                 if module.watches(this):
                     module.end_pass()
 
@@ -157,35 +157,40 @@ class GroupScheduler(PassObserver):
         if answer.skipped:
             self._end_rounds(this)
             self._note_skipped()
+        elif part_of is None:
+            self._reduce(answer.modules, [Part.FULL] * len(answer.modules))
         else:
             self.reduce(answer.modules, part_of)
 
-    def reduce(self, modules: Sequence[Reducer], part_of: Callable[[Reducer], Part] | None = None) -> None:
+    def reduce(self, modules: Sequence[Reducer], part_of: Callable[[Reducer], Part]) -> None:
         """Run the rounds of modules, one after the other, then users' hooks; ``part_of``: how this rank takes part in
-        the round of each module; None: fully in all.
+        the round of each module.
 
         In ``Join``, a rank without batches keeps its gradients and its weights for a later round: see
         tests/loops/test_join_gradients.py.
         """
-        errors, reduced = list[BaseException](), list[tuple[Reducer, Sequence[Parameter]]]()
-        parts = [Part.FULL] * len(modules) if part_of is None else list(map(part_of, modules))
+        parts = list(map(part_of, modules))
         with ExitStack() as stack:
             for module, part in zip(modules, parts, strict=True):
                 if part is Part.JOINED:
                     stack.enter_context(module.rank_state.set_aside(lambda _: True))
-            # The other ranks reduce all of them, so an error in one does not keep this rank from the next.
-            for module, part in zip(modules, parts, strict=True):
-                try:
-                    reduced.append((module, module.finalize_backward(part)))
-                except BaseException as error:
-                    errors.append(error)
-            # A hook may step, raise or communicate: not before all gradients are there.
-            for module, parameters in reduced:
-                try:
-                    if parameters:
-                        module.run_hooks(parameters)
-                except BaseException as error:
-                    errors.append(error)
+            self._reduce(modules, parts)
+
+    def _reduce(self, modules: Sequence[Reducer], parts: Sequence[Part]) -> None:
+        errors, reduced = list[BaseException](), list[tuple[Reducer, Sequence[Parameter]]]()
+        # The other ranks reduce all of them, so an error in one does not keep this rank from the next.
+        for module, part in zip(modules, parts, strict=True):
+            try:
+                reduced.append((module, module.finalize_backward(part)))
+            except BaseException as error:
+                errors.append(error)
+        # A hook may step, raise or communicate: not before all gradients are there.
+        for module, parameters in reduced:
+            try:
+                if parameters:
+                    module.run_hooks(parameters)
+            except BaseException as error:
+                errors.append(error)
         if modules:
             self.decisions.skips_next = False
         if errors:

@@ -77,13 +77,6 @@ class Step:
         """True if the pass has reached the module so far."""
         return self.round is not None or self.through_forward or bool(self.before.changed())
 
-    def goes_through(self, called: int, own: bool) -> None:
-        """Note that the pass goes through outputs of a forward that was ``called`` so; ``own``: see
-        :attr:`is_within_module`."""
-        self.through_forward = True
-        self.called = called | (self.called or 0)
-        self.is_within_module = self.is_within_module or own
-
     def set_aside(self) -> None:
         """Let no parameter have a gradient until :meth:`put_back`: the pass counts nothing."""
         self.aside = self.before.grads

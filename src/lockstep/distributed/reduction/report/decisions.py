@@ -7,7 +7,6 @@ same report, so all know in the same step. Loops may be nested; a round belongs 
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lockstep.distributed.comm.group_state import shared_object, state_of
@@ -79,20 +78,6 @@ class Loop:
     def has_batch(self, rank: int) -> bool:
         """Return True if ``rank`` has a batch of its own, as far as all ranks know."""
         return self._active is None or self._active.now is None or rank in self._active.now
-
-    @property
-    def may_be_padding(self) -> bool:
-        """True if some rank may have run out of batches."""
-        return self.batch.uneven or self.said.some_end
-
-    @property
-    def is_default(self) -> bool:
-        """True if a report without news would change nothing in this state."""
-        batch, said = self.batch, self.said
-        return not (batch.skipped or batch.failed or batch.raised or said.some_end or said.all_end)
-
-
-_may_be_padding = attrgetter("may_be_padding")
 
 
 class Decisions:
@@ -270,7 +255,8 @@ class Decisions:
     @property
     def is_default(self) -> bool:
         """True if a report without news would change nothing in this state."""
-        return not self._stops and self.innermost.is_default
+        batch, said = self.innermost.batch, self.innermost.said
+        return not (self._stops or batch.skipped or batch.failed or batch.raised or said.some_end or said.all_end)
 
     @property
     def has_failed(self) -> bool:
@@ -280,7 +266,10 @@ class Decisions:
     @property
     def active(self) -> list[int] | None:
         """The group ranks that have a batch in all loops; None if all have. The same on all ranks after each report."""
-        if not any(map(_may_be_padding, self._loops)):
+        for loop in self._loops:
+            if loop.batch.uneven or loop.said.some_end:  # some rank may have run out of batches
+                break
+        else:
             return None
         ranks = range(self.group.size())
         return [rank for rank in ranks if all(loop.has_batch(rank) for loop in self._loops)]
