@@ -308,7 +308,9 @@ def test_writing_clears_what_the_row_held():
     row = torch.full((layout.numel,), 9.0)
     layout.write(row, bytearray([1, 0]), [], Status(5))
 
-    assert row[: layout.packed_buffers.start].count_nonzero() == 1 + sum(ROW.encode(Status(5), 1))  # one parameter, and the status
+    assert row[: layout.packed_buffers.start].count_nonzero() == 1 + sum(
+        ROW.encode(Status(5), 1)
+    )  # one parameter, and the status
     assert row[layout.packed_buffers].tolist() == [9.0] * 3  # who writes buffers clears their places
 
 

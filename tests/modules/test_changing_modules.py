@@ -539,6 +539,30 @@ def test_parameters_lent_by_functional_call_are_no_change():
     assert run_ranks(2, call) == [(0, [None, None], [2.0 * n, 2.0 * n]) for n in (1, 2)]
 
 
+@pytest.mark.parametrize("puts_back", [True, False])
+def test_parameters_that_an_inner_step_replaces(puts_back):
+    """As meta-learning does: gradients go through the inner step to the module's own parameters."""
+
+    def call(rank):
+        net = lockstep.replicate(linear(), process_group=rank.group)
+        own = net.weight
+        (grad,) = torch.autograd.grad(net(rows(rank)).square().sum(), own, create_graph=True)
+        net._parameters["weight"] = own - 0.1 * grad
+        loss = net(rows(rank)).square().sum()
+        if puts_back:
+            net._parameters["weight"] = own
+            loss.backward()
+            return own.grad.item()
+        with pytest.raises(
+            (AgreementError, NotReplicableError), match="put the module's own parameters back"
+        ) as caught:
+            loss.backward()
+        return "parameter weight is not a leaf of autograd" in str(caught.value)
+
+    # x is 1 and 2, and of (w - 0.2 x^2 w)^2 x^2 the derivatives by w = 1 are 1.28 and 0.32
+    assert run_ranks(2, call) == (pytest.approx([0.8, 0.8]) if puts_back else [True, True])
+
+
 @pytest.mark.parametrize("weight", [None, 1.0])
 def test_a_parameter_that_was_in_the_module_for_a_moment(weight):
     def call(rank):

@@ -297,7 +297,10 @@ def _check_scripted(owners: Sequence[tuple[str, Module]]) -> None:
 def _check_kinds(named: Sequence[tuple[str, Tensor]]) -> None:
     for name, parameter in named:
         if parameter.requires_grad and not parameter.is_leaf:
-            raise NotReplicableError(f"parameter {name} is not a leaf of autograd; register a Parameter")
+            raise NotReplicableError(
+                f"parameter {name} is not a leaf of autograd; register a Parameter. If an inner step has put it in the "
+                "place of one, for gradients through that step, put the module's own parameters back before backward()"
+            )
         if parameter.requires_grad:
             check_trained(name, parameter)
         if any(map(has_overlap, inner_tensors_of(f"parameter {name}", parameter))):

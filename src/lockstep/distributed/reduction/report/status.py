@@ -293,9 +293,7 @@ class ReportLayout:
                 bits[self._late + index] = 1
             own = self._own.of_bits(bits)
         own += self._own.of_bytes(changing) + steady.own
-        self._usual = (
-            (places.alike + self._sum.of_bytes(changing) + steady.alike, places.report) if is_usual else None
-        )
+        self._usual = (places.alike + self._sum.of_bytes(changing) + steady.alike, places.report) if is_usual else None
         if row.is_cpu:
             memmove(row.data_ptr(), own, len(own))
         else:
