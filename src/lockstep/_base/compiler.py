@@ -35,8 +35,9 @@ def _uncompiled(function: Callable[P, T], recursive: bool) -> Callable[P, T]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         # Outside compiled code, the disabled function would cost 2 us a call, and show in each traceback.
-        run: Callable[P, T] = disabled if _is_compiling() else function
-        return run(*args, **kwargs)
+        if is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
@@ -45,10 +46,6 @@ def _uncompiled(function: Callable[P, T], recursive: bool) -> Callable[P, T]:
 def call_outside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``function`` uncompiled, even from code that ``torch.compile`` compiles."""
     return function(*args, **kwargs)
-
-
-def _is_compiling() -> bool:
-    return is_dynamo_compiling() or get_eval_frame_callback() is not None
 
 
 def is_recorded() -> bool:

@@ -140,7 +140,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write the result of a collective on what :func:`flatten` returned to the tensors, if that is a copy."""
-    if len(tensors) == 1 and _is_plain(tensors[0]):
+    if len(tensors) == 1 and flat.data_ptr() == tensors[0].data_ptr():
         return
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):

@@ -139,7 +139,11 @@ class Round:
             copied = self._zeros_of(bucket) if self.has_failed else bucket.copy_in(used)
             self._undefined.extend(copied.undefined)
             if bucket is self.buckets.report_bucket:
-                self._write_behind(copied.row)
+                self._behind = copied.row
+                if common.transport.own_row is None:
+                    self._write_report(copied.row)
+                elif self.status is not None:
+                    common.transport.write_buffers(copied.row, self.status)
         what = self.buckets.labels[bucket.index]
         if common.hook.hook:
             self._send_through_hook(bucket, copied.flat, what)
@@ -225,25 +229,16 @@ class Round:
     def _send_own(self, row: Tensor) -> None:
         """Send the report if it does not travel behind a bucket."""
         assert self.status is not None
-        transport, self._row = self._common.transport, row
+        transport = self._common.transport
         self._write_report(row)
         if transport.own_buffers is not None:
             transport.write_buffers(transport.own_buffers, self.status)
             self._all_reduce(transport.own_buffers, "small buffers")
         self._all_reduce(row, "report", blocking=not self.has_failed)
 
-    def _write_behind(self, row: Tensor) -> None:
-        """Write what is sent behind the last bucket: the report, or small buffers alone."""
-        assert self.status is not None
-        self._behind = row
-        if self._common.transport.own_row is None:
-            self._row = row
-            self._write_report(row)
-        else:
-            self._common.transport.write_buffers(row, self.status)
-
     def _write_report(self, row: Tensor) -> None:
         assert self.status is not None
+        self._row = row
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
         self._common.transport.write(row, self._used, list(self.late), self.status)
