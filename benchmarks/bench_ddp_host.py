@@ -6,7 +6,8 @@ or a few, so that little is computed. "over plain" is the time of forward and ba
 divided by the number of parameter tensors. DDP sends buffers in forward, lockstep in backward, so both are counted. All
 of them take turns. All but lockstep use PyTorch's own engine, as in a program that replicates nothing. "lockstep again"
 measures the same module a second time: the difference is the noise of the run. "plain, watched" is the plain module in
-a program that also has a replicated one, whose parameters are compared before and after each pass.
+a program that also has a replicated one, whose parameters are compared before and after each pass. "lockstep, one of
+two" and "the other" are two modules on one group, of which each step trains one.
 
 Two reducers that check nothing show how much could still be gained. "hook" is the plain module with a hook on each
 parameter that does nothing. "floor" is what a reducer in Python does at least: such a hook, written in C
@@ -41,6 +42,7 @@ import lockstep
 
 Task = tuple[Callable[[], nn.Module], tuple[int, ...] | None, bool]  # model, its batch if it takes one, partly unused
 AIM_NO_SYNC = 0.6  # microseconds a tensor
+AIM_OF_TWO = 1.1
 PARTS = "forward and backward", "backward"
 
 
@@ -77,6 +79,7 @@ def ways(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
         "hook": (hooked, nullcontext),
         "floor": (floor(make(), dist.new_group()), nullcontext),
     }
+    shared = dist.new_group()
     modules = {
         "DDP": ddp(False),
         "DDP, view": ddp(True),
@@ -84,6 +87,7 @@ def ways(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
     }
     found |= {name: (module, nullcontext) for name, module in modules.items()}
     found |= {"lockstep again": found["lockstep"], "plain, watched": found["plain"]}
+    found |= {f"lockstep, {name}": (lockstep_ddp(make(), shared), nullcontext) for name in ("one of two", "the other")}
     return found | {f"{name}, no_sync": (modules[name], modules[name].no_sync) for name in ("DDP", "lockstep")}
 
 
@@ -182,6 +186,13 @@ def compare(name: str, task: Task, rounds: int, inner: int) -> None:
         ratio(f"{name}: forward and backward, over plain, floor / {reference}", over["floor"][0], over[reference][0])
     ratio(f"{name}: forward and backward, over plain, lockstep / floor", over["lockstep"][0], over["floor"][0])
     ratio(f"{name}: over plain, lockstep again / lockstep (noise)", over["lockstep again"][0], over["lockstep"][0])
+    of_two = statistics.mean(over[f"lockstep, {way}"][0] for way in ("one of two", "the other"))
+    ratio(
+        f"{name}: forward and backward, over plain, lockstep, one of two / lockstep",
+        of_two,
+        over["lockstep"][0],
+        AIM_OF_TWO,
+    )
     ratio(f"{name}: a look at a pass of another module, us a tensor", over["plain, watched"][0], 1.0)
     ratio(f"{name}: no_sync, over plain, us a tensor", over["lockstep, no_sync"][0], 1.0, AIM_NO_SYNC)
 

@@ -26,7 +26,7 @@ from lockstep._base.texts import first_line
 from lockstep.distributed.comm import waits
 from lockstep.distributed.comm.comm_stats import CommStats
 from lockstep.distributed.comm.companion import give_up_companion, make_companion, store_for_companion
-from lockstep.distributed.comm.group_state import Watcher, number_on, sequence_number_on, state_of, watchers
+from lockstep.distributed.comm.group_state import Watcher, begun_in_process, number_on, state_of, watchers
 from lockstep.distributed.comm.groups import (
     Group,
     backends_of,
@@ -272,10 +272,7 @@ class Collectives:
         """Return the number of collectives begun in this process, on all groups that count them; None if this does
         not."""
         # All groups: a program may sum gradients over another one than that of the module.
-        groups = {*dist.distributed_c10d._world.pg_map, self.group}
-        if sequence_number_on(self.group) is None:
-            return None
-        return sum(sequence_number_on(group) or 0 for group in groups)
+        return begun_in_process(self.group)
 
     def program_begun(self) -> int | None:
         """Return :meth:`begun` without the collectives of this library on the group."""

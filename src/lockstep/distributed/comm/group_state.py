@@ -210,6 +210,17 @@ def sequence_number_on(group: Group) -> int | None:
     return None if None in numbers else sum(filter(None, numbers))
 
 
+def begun_in_process(group: Group) -> int | None:
+    """Return the number of collectives that this process has begun, on all groups that count them and on companions;
+    None if ``group`` does not count them."""
+    companions = {state.companion for state in list(_states.values()) if state.companion is not None}
+    total = number_on(group)
+    if total is not None:
+        for other in {*dist.distributed_c10d._world.pg_map, *companions} - {group}:
+            total += number_on(other) or 0
+    return total
+
+
 def number_on(group: Group) -> int | None:
     """Return the number of the last collective on a group, whoever has begun it; None if it does not count them."""
     try:
