@@ -31,7 +31,7 @@ MOST_STEPS, UNKNOWN_STEPS = 254, 255
 """The highest number of optimizer steps that a status tells, and the one that says that it is not known."""
 _WEIGHT_BITS = 128
 _MOST_ENCODED = 8
-"""Number of rows that are kept encoded."""
+"""Number of parts of rows that are kept as bytes."""
 
 
 class Part(IntEnum):
@@ -224,6 +224,9 @@ class RoundReport(NamedTuple):
     """The status of each rank, if they have been gathered."""
 
 
+_ALL_USED = RoundReport(None)
+
+
 class _Elements:
     """Bits as a tensor of a dtype holds them in its memory: zeros, and ``one`` for each that is set.
 
@@ -248,15 +251,15 @@ class _Elements:
 _elements = cache(_Elements)
 
 
-class _Places(NamedTuple):
+class _Written(NamedTuple):
     """A part of the row that is seldom new, as bytes."""
 
     own: bytes
     """What this rank writes."""
     alike: bytes
     """The sum if all ranks write the same."""
-    report: RoundReport = RoundReport(None)
-    """What all ranks know then."""
+    report: RoundReport
+    """What all ranks know then of its parameters."""
 
 
 class ReportLayout:
@@ -274,8 +277,8 @@ class ReportLayout:
         self.has_buffers = packed_buffers > 0
         self._dtype = dtype
         self._own, self._sum = _elements(1, dtype), _elements(world, dtype)
-        self._used: dict[bytes, _Places] = {}
-        self._steady: dict[tuple[Any, ...], _Places] = {}
+        self._used: dict[bytes, _Written] = {}
+        self._steady: dict[tuple[Any, ...], _Written] = {}
         self._usual: tuple[bytes, RoundReport] | None = None  # the row in the usual case, and what it says
 
     def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: Status) -> None:
@@ -283,29 +286,31 @@ class ReportLayout:
         is_usual = not late and status[_FLAGS] == _USUAL
         changing = _CHANGING.number(status, self._rank).to_bytes(_CHANGING.size // 8, "big")
         said = *status[2:-2], status.numbers > 0, status.values > 0
-        steady = self._steady.get(said) or self._keep(self._steady, said, _STEADY.encode(status, self._rank))
-        key = bytes(used)
-        places = self._used.get(key) or self._keep(self._used, key, key + bytes(len(key)))
-        own = places.own
+        steady = self._steady.get(said)
+        if steady is None:
+            steady = _keep(self._steady, said, self._written(_STEADY.encode(status, self._rank)))
+        with_grads = bytes(used)
+        first = self._used.get(with_grads)
+        if first is None:
+            report = RoundReport([bool(each) for each in used] if 0 in used else None)
+            first = _keep(self._used, with_grads, self._written(with_grads + bytes(len(used)), report))
+        own = first.own
         if late:
-            bits = bytearray(key + bytes(len(key)))
+            bits = bytearray(with_grads + bytes(len(used)))
             for index in late:
                 bits[self._late + index] = 1
             own = self._own.of_bits(bits)
         own += self._own.of_bytes(changing) + steady.own
-        self._usual = (places.alike + self._sum.of_bytes(changing) + steady.alike, places.report) if is_usual else None
+        alike = first.alike + self._sum.of_bytes(changing) + steady.alike
+        self._usual = (alike, first.report) if is_usual else None
         if row.is_cpu:
             memmove(row.data_ptr(), own, len(own))
         else:
             numbers = torch.frombuffer(bytearray(own), dtype=self._dtype).pin_memory()
             row[: self.packed_buffers.start].copy_(numbers, non_blocking=True)
 
-    def _keep(self, places: dict[Any, _Places], key: Any, bits: bytes) -> _Places:
-        if len(places) == _MOST_ENCODED:  # weights, perhaps, which are new in each round
-            places.clear()
-        used = None if places is not self._used or 0 not in key else [bool(each) for each in key]
-        places[key] = _Places(self._own.of_bits(bits), self._sum.of_bits(bits), RoundReport(used))
-        return places[key]
+    def _written(self, bits: bytes, report: RoundReport = _ALL_USED) -> _Written:
+        return _Written(self._own.of_bits(bits), self._sum.of_bits(bits), report)
 
     def read(self, row: Tensor) -> RoundReport:
         """Return the report in the sum over all ranks."""
@@ -326,6 +331,13 @@ class ReportLayout:
         is_usual = is_usual and not (sums.stops or sums.ends or sums.changed or sums.weighted or sums.drift)
         is_usual = is_usual and sums.with_values in (0, sums.ranks)
         return report if is_usual else report._replace(sums=sums)
+
+
+def _keep(written: dict[Any, _Written], key: Any, new: _Written) -> _Written:
+    if len(written) == _MOST_ENCODED:  # weights, perhaps, which are new in each round
+        written.clear()
+    written[key] = new
+    return new
 
 
 STATUSES = Packing(Status)
