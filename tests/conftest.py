@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import multiprocessing
 import os
 import random
@@ -105,21 +104,12 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
-_tests_begun = itertools.count()
-
-
-def _keep_from_collections() -> None:
-    """Now and then: what is there is not searched at each gc.collect() to come, of which tests have thousands."""
-    if next(_tests_begun) % 200 == 0:
-        gc.collect()
-        gc.freeze()
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Outermost, so that waiting for other workers does not count towards the test's own limit."""
     folder = os.environ.get("LOCKSTEP_TEST_TURNS") if hasattr(item.config, "workerinput") else None
-    _keep_from_collections()
+    gc.collect()
+    gc.freeze()  # Ranks that are threads end with collections, which then search no more than the test has made.
     with workers.turn(folder, alone=item.get_closest_marker("alone") is not None):
         return (yield)
 

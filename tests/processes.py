@@ -211,6 +211,7 @@ def _main(
     with open(Path(folder, f"{rank}.log"), "ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
+    faulthandler.enable()  # shows where it crashes
     # Shows where it hangs, and sees to it that it ends, even if the process that has started it is gone.
     faulthandler.dump_traceback_later(timeout, exit=True)
     warnings.simplefilter("error")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.resuming import Resuming
 from lockstep.checkpoints.snapshots import SnapshotPace, _Snapshot
 from lockstep.errors import AgreementError, CheckpointError, OptionError
+from processes import run_processes
 from threaded import run_ranks
 
 
@@ -120,16 +119,13 @@ def test_a_snapshot_of_a_run_whose_checkpoints_were_moved_away_does_not_count(tm
         assert run.resume(tmp_path / "run").values == {"x": 1}
 
 
+def is_used(_rank, folder):
+    return MemoryFolder(folder).is_used
+
+
 def is_used_for_another_process(folder):
     """A lock of this process does not keep this process from taking it, so the question goes to another one."""
-    code = (
-        "import sys; from pathlib import Path; from lockstep.checkpoints.memory import MemoryFolder; "
-        "print(MemoryFolder(Path(sys.argv[1])).is_used)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, timeout=100
-    )
-    return done.stdout == "True\n"
+    return run_processes(1, is_used, folder)[0]
 
 
 def test_another_disk_at_the_same_path_has_snapshots_of_its_own(tmp_path, host_memory, monkeypatch):

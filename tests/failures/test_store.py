@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import gc
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import timedelta
@@ -19,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import lockstep
+import processes
 from lockstep._base.store import BoundedStore, FetchedAddresses, StoreLostError, bounded, own_connection
 
 SOURCE = Path(lockstep.__file__).parent
@@ -131,22 +131,20 @@ def test_keys_and_values():
     assert found == ["first"]
 
 
-HOST = """
-import sys, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+def be_host(file):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    Path(file).write_text(f"{store.port}\n")
+    multiprocessing.parent_process().join()
 
 
 @pytest.fixture
-def host():
+def host(tmp_path):
     """A process that hosts a store, and the store."""
-    with subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        yield process, dist.TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGCONT)
-        process.stdin.close()
+    os.mkfifo(tmp_path / "port")
+    process = processes.start(be_host, str(tmp_path / "port"))
+    yield process, dist.TCPStore("127.0.0.1", int((tmp_path / "port").read_text()), is_master=False)
+    process.kill()
+    process.join()
 
 
 def test_calls_end_while_the_process_of_the_store_is_stopped_and_work_again_after_that(host):
@@ -154,7 +152,8 @@ def test_calls_end_while_the_process_of_the_store_is_stopped_and_work_again_afte
     store = BoundedStore(own_connection(plain, 30.0), 0.2)
     store.set("key", "value")
     os.kill(process.pid, signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)  # it may run on for a moment after the signal has been sent
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)  # it may run on for a moment after the signal has been sent
     for call in (
         lambda: store.check(["key"]),
         lambda: store.get("key"),  # at once: the thread still waits for the first
@@ -173,8 +172,8 @@ def test_calls_end_while_the_process_of_the_store_is_stopped_and_work_again_afte
 def test_a_store_whose_process_has_ended_is_lost(host):
     process, plain = host
     store = BoundedStore(own_connection(plain, 30.0))
-    process.stdin.close()
-    process.wait()
+    process.kill()
+    process.join()
     with pytest.raises(StoreLostError, match="the store at which the ranks meet is lost"):
         store.get("key")
 
