@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import multiprocessing
 import os
 import random
@@ -56,6 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts a run in the background has it ignore Ctrl-C; tests send SIGINT, and so do their processes.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True  # else pytest attaches its handlers to each of these forty, for each test
+    if not any("examples" in each for each in config.option.ignore or ()):
+        os.environ.setdefault("LOCKSTEP_TEST_EXAMPLES", "1")  # read by processes.py in the workers
     # Here, and not in a fixture: autograd counts the devices at the first backward pass of the process.
     # The folder holds the compiled backend; processes that tests start look there, too.
     if (cache := getattr(config, "cache", None)) is not None:
@@ -258,11 +264,9 @@ def _threads() -> set[threading.Thread]:
 def _children() -> set[int]:
     """The processes that this one has started, without the tracker that multiprocessing keeps."""
     found = {child.pid for child in multiprocessing.active_children()}
-    for task in Path("/proc/self/task").glob("*/children"):
-        try:
-            found.update(map(int, task.read_text().split()))
-        except OSError:  # the thread has ended
-            continue
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as file:  # unless it has ended
+            found.update(map(int, file.read().split()))
     return found - {getattr(resource_tracker._resource_tracker, "_pid", None)}
 
 

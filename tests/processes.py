@@ -307,13 +307,15 @@ _PRELOAD_FOR_ALL_TESTS = [
     "torch.distributed.optim",
     "torch._dynamo.backends.debugging",
     "torch._functorch.aot_autograd",
-    "sklearn.datasets",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
 ]
+_PRELOAD_FOR_EXAMPLES = ["sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 
 # At import: at the first run, the server would be a process that a test leaves behind. Ranks import this module, too.
 if _SERVED not in os.environ:
-    _context.set_forkserver_preload(_PRELOAD + (_PRELOAD_FOR_ALL_TESTS if "PYTEST_XDIST_WORKER" in os.environ else []))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _PRELOAD += _PRELOAD_FOR_ALL_TESTS
+        if "LOCKSTEP_TEST_EXAMPLES" in os.environ:
+            _PRELOAD += _PRELOAD_FOR_EXAMPLES
+    _context.set_forkserver_preload(_PRELOAD)
     with mock.patch.dict(os.environ, {_SERVED: "1", "OMP_NUM_THREADS": "1"}):
         forkserver.ensure_running()

@@ -212,6 +212,14 @@ def test_a_rank_that_is_killed(number):
         run_processes(3, die, number)
 
 
+def test_a_rank_that_crashes_says_where():
+    _, one = run_processes(2, die, signal.SIGSEGV, errors=True)
+
+    assert one.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in one.stderr
+    assert " in die\n" in one.stderr
+
+
 def leave(rank: Rank, how: str) -> str:
     total(rank)
     if rank.rank == 0:
