@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import threading
@@ -26,6 +27,39 @@ pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
 def runs_for_ever():
     while True:
         pass
+
+
+class EndsItsThread:
+    """Garbage from the beginning, whose collection ends a thread, as that of a process group does."""
+
+    def __init__(self):
+        self.kept_by = self
+        self.event = threading.Event()
+        self.thread = threading.Thread(target=waits_deep_down, args=(30, self.event))
+        self.thread.start()
+
+    def __del__(self):
+        self.event.set()
+        self.thread.join()
+
+
+def waits_deep_down(calls, event):
+    if calls:
+        waits_deep_down(calls - 1, event)
+    else:
+        event.wait()
+
+
+def reads_stacks_while_threads_end(_rank):
+    gc.collect()
+    for allocations in range(80):  # so that a collection begins at each of the frames
+        gc.disable()
+        ident = EndsItsThread().thread.ident
+        gc.set_threshold(gc.get_count()[0] + allocations)
+        gc.enable()
+        own_stack(ident)
+        gc.collect()
+    return gc.isenabled()
 
 
 def holds_the_interpreter():
@@ -263,3 +297,7 @@ def test_several_may_ask_at_once():
     told, asked = run_processes(2, asked_by_several)
     assert told == [["<module>"]] * 20
     assert asked == "fine"
+
+
+def test_a_collection_that_ends_the_thread_whose_stack_is_read():
+    assert run_processes(1, reads_stacks_while_threads_end, timeout=20.0) == [True]

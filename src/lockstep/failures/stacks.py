@@ -10,6 +10,7 @@ process cannot answer.
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import linecache
 import os
 import re
@@ -78,13 +79,53 @@ class Stacks:
 # ------------------------------------------------------------------------------------ of this process
 
 
+class _NoCollection:
+    """Lets no garbage collection begin inside the block; may be nested, in any threads.
+
+    Before Python 3.12 a collection may begin while the object of a frame is made, and what it runs may end the thread
+    that the frame is of, as the end of a process group does. The object is of memory that is gone then, and the process
+    crashes, or hangs (``test_a_collection_that_ends_the_thread_whose_stack_is_read``).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_enabled = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        if self._inside and self._was_enabled:
+            gc.enable()
+        self._lock, self._inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        if sys.version_info < (3, 12):
+            with self._lock:
+                if self._inside == 0:
+                    self._was_enabled = gc.isenabled()
+                    gc.disable()
+                self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        if sys.version_info < (3, 12):
+            with self._lock:
+                self._inside = max(0, self._inside - 1)
+                if self._inside == 0 and self._was_enabled:
+                    gc.enable()
+
+
+no_collection = _NoCollection()
+"""To be entered where frames of other threads are read."""
+
+
 def own_stack(ident: int) -> Thread | None:
     """Return the stack of a thread of this process, if it exists; needs the interpreter, unlike :func:`ask`."""
-    frame = sys._current_frames().get(ident)
-    if frame is None:
-        return None
-    walked = [Frame(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)]
-    del frame  # of this function, if it is its own thread's: it would keep itself, and all objects of its callers
+    with no_collection:
+        frame = sys._current_frames().get(ident)
+        if frame is None:
+            return None
+        walked = [Frame(at.f_code.co_filename, line, at.f_code.co_name) for at, line in traceback.walk_stack(frame)]
+        del frame  # of this function, if it is its own thread's: it would keep itself, and all objects of its callers
     return Thread(ident, "", tuple(walked[::-1]))
 
 

@@ -30,7 +30,7 @@ from lockstep.distributed.comm.groups import Group, backends_of
 from lockstep.distributed.comm.waits import Waiting, waits
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.program_lines import is_of_program, place_of
-from lockstep.failures.stacks import own_stack
+from lockstep.failures.stacks import no_collection, own_stack
 from lockstep.failures.whereabouts import Wait, Whereabouts
 
 _FILE = os.path.join(os.path.dirname(dist.__file__), "distributed_c10d.py")
@@ -134,12 +134,14 @@ class WaitsOfRank:
 
     def _look(self) -> tuple[_Seen, dict[Wait, float], list[_Known]]:
         """Return what the threads are in, since when each of them waits, and the groups that are known."""
-        frames = sys._current_frames()
-        try:
-            del frames[threading.get_ident()]  # a frame that refers to itself would keep all others, and their objects
-            return self._look_at(frames)
-        finally:
-            frames.clear()  # so would two threads that look at each other
+        with no_collection:
+            frames = sys._current_frames()
+            try:
+                # A frame that refers to itself would keep all others, and their objects.
+                del frames[threading.get_ident()]
+                return self._look_at(frames)
+            finally:
+                frames.clear()  # so would two threads that look at each other
 
     def _look_at(self, frames: Mapping[int, FrameType]) -> tuple[_Seen, dict[Wait, float], list[_Known]]:
         ours = waits()

@@ -46,7 +46,7 @@ from lockstep.failures.connections import Connections
 from lockstep.failures.failure import Failure, Kind, chain, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.inquiry import Inquirer
 from lockstep.failures.progress import Phase, Progress
-from lockstep.failures.stacks import answering, own_stack
+from lockstep.failures.stacks import answering, no_collection, own_stack
 from lockstep.failures.stall import StallLimits
 from lockstep.failures.whereabouts import FRAMES
 from lockstep.phases import Phases
@@ -148,11 +148,12 @@ class Watch:
         thread = channel.progress.read().thread
         place: object = None
         while True:
-            frame = sys._current_frames().get(thread)
-            before, place = place, frame and (id(frame), frame.f_lasti)
+            with no_collection:
+                frame = sys._current_frames().get(thread)
+                before, place = place, frame and (id(frame), frame.f_lasti)
+                del frame
             if place is not None and place == before and has_work(self._device):
                 break
-            del frame
             if self._left.wait(2 * ABORT_SECONDS):
                 return
         why = "" if channel.failure is None else f", though {channel.failure.summary}"
