@@ -6,8 +6,8 @@ or a few, so that little is computed. "over plain" is the time of forward and ba
 divided by the number of parameter tensors. DDP sends buffers in forward, lockstep in backward, so both are counted. All
 of them take turns. All but lockstep use PyTorch's own engine, as in a program that replicates nothing. "lockstep again"
 measures the same module a second time: the difference is the noise of the run. "plain, watched" is the plain module in
-a program that also has a replicated one, whose parameters are compared before and after each pass. "lockstep, one of
-two" and "the other" are two modules on one group, of which each step trains one.
+a program that also has a replicated one, whose parameters are compared before and after each pass. "one of two on a
+group" is measured apart, in a program with two replicated modules, of which each step trains one.
 
 Two reducers that check nothing show how much could still be gained. "hook" is the plain module with a hook on each
 parameter that does nothing. "floor" is what a reducer in Python does at least: such a hook, written in C
@@ -79,7 +79,6 @@ def ways(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
         "hook": (hooked, nullcontext),
         "floor": (floor(make(), dist.new_group()), nullcontext),
     }
-    shared = dist.new_group()
     modules = {
         "DDP": ddp(False),
         "DDP, view": ddp(True),
@@ -87,8 +86,17 @@ def ways(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
     }
     found |= {name: (module, nullcontext) for name, module in modules.items()}
     found |= {"lockstep again": found["lockstep"], "plain, watched": found["plain"]}
-    found |= {f"lockstep, {name}": (lockstep_ddp(make(), shared), nullcontext) for name in ("one of two", "the other")}
     return found | {f"{name}, no_sync": (modules[name], modules[name].no_sync) for name in ("DDP", "lockstep")}
+
+
+def two_on_a_group(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
+    """As :func:`ways`, in a program that has these two replicated modules and no other."""
+    make, group = task[0], dist.new_group()
+    return {
+        "plain": (make(), nullcontext),
+        "lockstep, one of two": (lockstep_ddp(make(), group), nullcontext),
+        "lockstep, the other": (lockstep_ddp(make(), group), nullcontext),
+    }
 
 
 def nothing(parameter: nn.Parameter) -> None:
@@ -124,9 +132,12 @@ def floor(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return module
 
 
-def processor_times(task: Task, rounds: int, inner: int) -> dict[str, list[tuple[float, float]]]:
+def processor_times(
+    make_cases: Callable[[Task], dict[str, tuple[nn.Module, Callable]]], task: Task, rounds: int, inner: int
+) -> dict[str, list[tuple[float, float]]]:
     """For each way and round: the seconds of forward and backward, and of backward alone."""
-    cases = ways(task)
+    gc.collect()  # other modules, at whose parameters each pass would look
+    cases = make_cases(task)
     watched, engine = Variable._execution_engine, torch._C._ImperativeEngine()
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     x = [torch.randn(task[1])] if task[1] else []
@@ -161,7 +172,11 @@ def processor_times(task: Task, rounds: int, inner: int) -> dict[str, list[tuple
 
 
 def compare(name: str, task: Task, rounds: int, inner: int) -> None:
-    taken = processor_times(task, rounds, inner)
+    taken = processor_times(ways, task, rounds, inner)
+    of_two = {
+        way: statistics.median(part for part, _ in times)
+        for way, times in processor_times(two_on_a_group, task, rounds, inner).items()
+    }
     count = sum(1 for _ in task[0]().parameters())
     whole = {way: [statistics.median(part) for part in zip(*times, strict=True)] for way, times in taken.items()}
     over = {
@@ -186,10 +201,10 @@ def compare(name: str, task: Task, rounds: int, inner: int) -> None:
         ratio(f"{name}: forward and backward, over plain, floor / {reference}", over["floor"][0], over[reference][0])
     ratio(f"{name}: forward and backward, over plain, lockstep / floor", over["lockstep"][0], over["floor"][0])
     ratio(f"{name}: over plain, lockstep again / lockstep (noise)", over["lockstep again"][0], over["lockstep"][0])
-    of_two = statistics.mean(over[f"lockstep, {way}"][0] for way in ("one of two", "the other"))
+    each_of_two = [(of_two[way] - of_two["plain"]) / count * 1e6 for way in of_two if way != "plain"]
     ratio(
-        f"{name}: forward and backward, over plain, lockstep, one of two / lockstep",
-        of_two,
+        f"{name}: forward and backward, over plain, lockstep, one of two on a group / lockstep",
+        statistics.mean(each_of_two),
         over["lockstep"][0],
         AIM_OF_TWO,
     )
