@@ -50,5 +50,7 @@ def settled_backward(rank, companion):
 # tells of drift (module/drift.py).
 @pytest.mark.parametrize(("companion", "budget"), [(False, (113, 30, 88)), (True, (154, 39, 114))])
 def test_calls_and_files_and_moves_between_files_of_a_settled_backward(companion, budget):
+    if not hasattr(torch._C, "_remove_obj_from_tls"):  # an older PyTorch, in which the object is replaced
+        budget = budget[0] + 1, *budget[1:]
     least = tuple(map(min, zip(*run_processes(2, settled_backward, companion), strict=True)))
     assert least == tuple(map(min, zip(least, budget, strict=True)))
