@@ -88,7 +88,7 @@ class _NoCollection:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection, or a signal, may come here again
         self._inside = 0
         self._was_enabled = False
         os.register_at_fork(after_in_child=self._forked)
@@ -96,22 +96,22 @@ class _NoCollection:
     def _forked(self) -> None:
         if self._inside and self._was_enabled:
             gc.enable()
-        self._lock, self._inside = threading.Lock(), 0
+        self._lock, self._inside = threading.RLock(), 0
 
     def __enter__(self) -> None:
         if sys.version_info < (3, 12):
             with self._lock:
-                if self._inside == 0:
+                self._inside += 1
+                if self._inside == 1:
                     self._was_enabled = gc.isenabled()
                     gc.disable()
-                self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         if sys.version_info < (3, 12):
             with self._lock:
-                self._inside = max(0, self._inside - 1)
-                if self._inside == 0 and self._was_enabled:
+                if self._inside == 1 and self._was_enabled:
                     gc.enable()
+                self._inside = max(0, self._inside - 1)  # 0 before, if it was forked inside
 
 
 no_collection = _NoCollection()

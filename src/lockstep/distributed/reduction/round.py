@@ -142,7 +142,8 @@ class Round:
                 self._behind = copied.row
                 if common.transport.own_row is None:
                     self._write_report(copied.row)
-                elif self.status is not None:
+                else:
+                    assert self.status is not None
                     common.transport.write_buffers(copied.row, self.status)
         what = self.buckets.labels[bucket.index]
         if common.hook.hook:
