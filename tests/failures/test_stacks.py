@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
-from lockstep.failures.stacks import NAME, answering, ask, own_stack
+from lockstep.failures.stacks import NAME, answering, ask, no_collection, own_stack
 from processes import run_processes
 
 pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
@@ -301,3 +301,19 @@ def test_several_may_ask_at_once():
 
 def test_a_collection_that_ends_the_thread_whose_stack_is_read():
     assert run_processes(1, reads_stacks_while_threads_end, timeout=20.0) == [True]
+
+
+def collects_again_after_a_look(_rank):
+    with no_collection, no_collection:
+        child = os.fork()
+        if child == 0:  # such as a worker of a DataLoader, begun while another thread looks
+            os._exit(not gc.isenabled())
+    found = [gc.isenabled(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    gc.disable()
+    with no_collection:
+        pass
+    return [*found, gc.isenabled()]
+
+
+def test_collections_are_after_a_look_what_they_were_before():
+    assert run_processes(1, collects_again_after_a_look) == [[True, 0, False]]
