@@ -332,6 +332,21 @@ def test_a_gradient_that_somebody_keeps_is_not_overwritten(how, size):
     assert run_ranks(2, keep, how, size) == [[0.5, 1.5, 2.5, 3.5]] * 2
 
 
+def free(rank):
+    module = lockstep.replicate(nn.ParameterList([torch.ones(4), torch.ones(3)]), process_group=rank.group)
+    found = []
+    for step in range(3):
+        module.zero_grad()
+        sum((p * (step + rank.rank)).sum() for p in module).backward()
+        found += [p.grad[0].item() for p in module]
+        module[0].grad.untyped_storage().resize_(0)
+    return found
+
+
+def test_memory_of_gradients_that_the_program_has_freed_is_not_written():
+    assert run_ranks(2, free) == [[0.5, 0.5, 1.5, 1.5, 2.5, 2.5]] * 2
+
+
 def memory(rank):
     """Return where gradients lie in each step, if nobody keeps them."""
     module = lockstep.replicate(nn.ParameterList([torch.ones(4), torch.ones(3)]), process_group=rank.group)

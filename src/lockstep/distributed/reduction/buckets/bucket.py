@@ -324,7 +324,11 @@ class Bucket:
         if not self._views and not self._has_readopted(current):
             self._allocate()
             return none_inside
-        users, counts = users_of(self._flat.untyped_storage()), list(map(sys.getrefcount, self._grads))
+        storage = self._flat.untyped_storage()
+        if not storage.nbytes():  # the program has freed the memory of a gradient, and thereby of all
+            self._allocate()
+            return none_inside
+        users, counts = users_of(storage), list(map(sys.getrefcount, self._grads))
         is_unused = users == self._users and counts == self._counts and True not in map(is_, current, self._grads)
         inside = none_inside if is_unused else self._in_place(current)
         if False not in inside and all(map(is_, current, self._grads)):
