@@ -97,7 +97,6 @@ class ShareModule:
         link = ref(self)
         self.drift = DriftWatch(
             lambda: [] if (here := link()) is None else here._members.parameters,
-            lambda: None if (here := link()) is None else here._members,
             collectives,
             compares=compares_values,
         )
@@ -155,6 +154,7 @@ class ShareModule:
         if self._members.may_have_changed():
             self._gradients.unhook()
             self._look()
+            self.drift.parameters_changed()
             self._gradients.hook()
         self._check(step)
         self._gradients.check_hooks()

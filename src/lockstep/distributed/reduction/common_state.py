@@ -61,10 +61,7 @@ class CommonState:
         self._buffer_source_moved = False
         self._before_next_round: list[Callable[[], object]] = []
         self.drift = DriftWatch(
-            lambda: [(each.name, each.parameter) for each in members.parameters],
-            lambda: members.parameters,
-            collectives,
-            compares=compares_values,
+            lambda: [(each.name, each.parameter) for each in members.parameters], collectives, compares=compares_values
         )
         """Compares what optimizers leave."""
         self._has_warned = False
@@ -115,6 +112,7 @@ class CommonState:
         self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, self.device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
         self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty, self._half)
+        self.drift.parameters_changed()
 
     def adapt(self, verdict: Verdict) -> None:
         """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""

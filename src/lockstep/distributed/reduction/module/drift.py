@@ -33,6 +33,7 @@ from lockstep._base.identity_map import IdentityMap
 from lockstep._base.optimizer_steps import observe_steps, stop_observing
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import watchers
 from lockstep.distributed.reduction.module.equal_values import compare
 from lockstep.distributed.reduction.module.optimizer_numbers import (
     SAME_NUMBERS,
@@ -88,13 +89,11 @@ class DriftWatch:
     def __init__(
         self,
         named: Callable[[], Sequence[tuple[str, Tensor]]],
-        version: Callable[[], object],
         collectives: Collectives,
         *,
         compares: bool,
     ) -> None:
-        """``named``: returns the parameters, which are the same as before if ``version`` returns the same object;
-        ``compares``: replicas are to be alike."""
+        """``named``: returns the parameters; ``compares``: replicas are to be alike."""
         self.compares = compares and collectives.world > 1
         """True if replicas are to be alike."""
         self.is_alike = True
@@ -102,7 +101,6 @@ class DriftWatch:
         self.round = 0
         """The number of the module's last round, set by who counts them."""
         self._named = named
-        self._version = version
         self._collectives = collectives
         self._table: Table | None = None
         self._optimizers: IdentityMap[_Steps] = IdentityMap()
@@ -160,10 +158,13 @@ class DriftWatch:
     @property
     def table(self) -> Table:
         """The parameters as they are agreed on now."""
-        version = self._version()
-        if self._table is None or self._table.version is not version:
-            self._table = Table(self._named(), version)
+        if self._table is None:
+            self._table = Table(self._named())
         return self._table
+
+    def parameters_changed(self) -> None:
+        """Note that the ranks have agreed on other parameters, or on others of a layout."""
+        self._table = None
 
     # What runs in each step is short: after a step nothing is cached, and a call takes longer than what it does.
 
@@ -184,7 +185,7 @@ class DriftWatch:
         round_, before, inside = begun
         if inside:
             self._begun[key] = round_, before, inside - 1
-        steps, table = self._optimizers.get(optimizer), self.table
+        steps, table = self._optimizers.get(optimizer), self._table or self.table
         if steps is None:
             steps = self._optimizers[optimizer] = _Steps(optimizer)
         known = steps.known
@@ -193,11 +194,13 @@ class DriftWatch:
             steps.table, steps.known = table, known
         if not known.numbers.groups:  # it has no parameter of the module
             return
-        for inner in list(ended)[before if round_ == self.round else 0 :]:
-            del ended[inner]
-        ended.pop(key, None)
+        if ended:
+            for inner in list(ended)[before if round_ == self.round else 0 :]:
+                del ended[inner]
+            ended.pop(key, None)
         ended[key] = steps, known
-        self._after_step = table.sample()
+        if watchers:  # in a session, which compares at its end
+            self._after_step = table.sample()
         if self.is_first or self.round % APART == 0:
             self._look(optimizer, steps, table)
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from ctypes import string_at
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -45,6 +46,18 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
+def _is_there(tensor: Tensor) -> bool:
+    """Return False if a program has freed the memory of a tensor for a while."""
+    if not is_ordinary(tensor):
+        return True
+    return int(tensor.untyped_storage().nbytes()) >= int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
+
+
+def _address_on_host(tensor: Tensor) -> int:
+    """Return where the elements of a tensor lie one after the other in memory of the host; 0 if they do not."""
+    return int(tensor.data_ptr()) if tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous() else 0
+
+
 class Slice(NamedTuple):
     """A part of a parameter, and of what optimizers keep of it."""
 
@@ -58,8 +71,7 @@ class Slice(NamedTuple):
 class Table:
     """The parameters of a module, and their slices, in the order in which they are looked at."""
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], version: object) -> None:
-        self.version = version
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names = [name for name, _ in named]
         self.tensors = [tensor for _, tensor in named]
         self.ids = frozenset(map(id, self.tensors))
@@ -73,7 +85,7 @@ class Table:
         ]
         self._at_once = -(-len(self.slices) // (ROUNDS // APART))
         self._sampled = next((each for each in reversed(self.tensors) if each.requires_grad and each.numel()), None)
-        self._is_ordinary = self._sampled is not None and is_ordinary(self._sampled)
+        self._address = self._count = 0  # where the sample lies, and its bytes; 0 where it is read otherwise
         devices = [part.device for parts in inner for part in parts if is_accelerator(part.device)]
         self._accelerator = devices[0] if devices else None
         self.is_on_accelerator = bool(devices)
@@ -83,19 +95,18 @@ class Table:
         is, or on a stream that is being captured. What tells whether a program has written to the module: versions
         count neither writes to ``.data`` nor another tensor there."""
         sampled = self._sampled
-        if sampled is None or self.is_captured():
+        # In each step: a view takes ten times as long, and one that is kept would keep memory. Where the memory is
+        # another one, or has been freed for a while, so is the address.
+        if self._address and sampled is not None and sampled.data_ptr() == self._address:
+            taken: bytes = string_at(self._address, self._count)
+            return taken
+        if sampled is None or self.is_captured() or not _is_there(sampled):
             return None
-        if self._is_ordinary:
-            storage = sampled.untyped_storage()
-            end = int(sampled.storage_offset()) * sampled.itemsize + sampled.nbytes
-            if storage.nbytes() < end:  # a program has freed it for a while
-                return None
-            if sampled.is_cpu and sampled.is_contiguous():
-                # In each step: a view takes ten times as long, and one that is kept would keep memory.
-                count = min(sampled.nbytes, _SAMPLED)
-                taken: bytes = string_at(storage.data_ptr() + end - count, count)
-                return taken
-        return _flat(inner_tensors(sampled)[-1].detach())[-_SAMPLED:].clone()
+        self._address = _address_on_host(sampled)
+        if self._address:
+            self._count = min(sampled.nbytes, _SAMPLED)
+            return self.sample()
+        return _flat(inner_tensors(sampled)[-1].detach())[:_SAMPLED].clone()
 
     def is_captured(self) -> bool:
         """Return True if the current stream of the parameters' accelerator is being captured into a graph."""
@@ -122,7 +133,7 @@ class Look:
         self.numbers = range(len(table.slices)) if whole else table.due(round_)
         self._parameters = {id(table.tensors[table.slices[number].parameter]) for number in self.numbers}
         self._table = table
-        self._found: dict[int, list[Tensor]] = {}
+        self._found: dict[int, list[Any]] = {}  # tensors of one number, or numbers on the host
         self._numbers: list[Tensor] = []
         self._arriving: tuple[Tensor, torch.Event] | None = None
 
@@ -142,9 +153,7 @@ class Look:
             if id(parameter) in stepped or number not in self._found:
                 kept = [comparable_state(each, parameter) for each in optimizers] if state else []
                 tensors = [parameter, *(tensor for each in kept for _, tensor in each)]
-                self._found[number] = [
-                    digest for each in tensors for digest in _digests(each.detach(), piece, parameter)
-                ]
+                self._found[number] = _digests(tensors, piece, on_host=not table.is_on_accelerator)
         self._numbers = [slice_digest(each.detach().reshape(1)) for each in numbers]
         if table.is_on_accelerator:
             self._send()
@@ -162,12 +171,13 @@ class Look:
         """Return the digest of all; None if it has not arrived on the host yet, and 0 if nothing was looked at."""
         if self._arriving is not None:
             return told(self._arriving[0].tolist()) if self._arriving[1].query() else None
-        return told([int(each) for found in self._found.values() for each in found]) if self._found else 0
+        found = [int(each) for digests in self._found.values() for each in digests]
+        return (found[0] % (1 << 64) or 1) if len(found) == 1 else told(found) if found else 0
 
 
 def in_bytes(sample: bytes | Tensor | None) -> bytes | None:
     """Return a sample to be compared."""
-    return bytes(sample.view(torch.uint8).tolist())[-_SAMPLED:] if isinstance(sample, Tensor) else sample
+    return bytes(sample.view(torch.uint8).tolist())[:_SAMPLED] if isinstance(sample, Tensor) else sample
 
 
 def told(value: object) -> int:
@@ -175,17 +185,20 @@ def told(value: object) -> int:
     return text_digest(repr(value), bits=64) or 1
 
 
-def _digests(tensor: Tensor, piece: Slice, parameter: Tensor) -> list[Tensor]:
-    """Return the digests of a slice of a tensor without a gradient, which is that of a ``parameter`` or has its
-    shape."""
-    is_alike = tensor.shape == parameter.shape
-    if is_alike and is_ordinary(tensor) and tensor.is_contiguous():
-        flat = tensor.view(-1)
-        return [slice_digest(flat if len(flat) <= piece.stop - piece.start else flat[piece.start : piece.stop])]
-    parts = inner_tensors(tensor)
-    if is_alike and piece.inner < len(parts):
-        return [slice_digest(_flat(parts[piece.inner])[piece.start : piece.stop])]
-    if piece.inner or piece.start:
-        return []
-    # Of another shape, such as the row and column factors of Adafactor.
-    return [slice_digest(each) for part in parts for each in _flat(part).split(piece.stop)]
+def _digests(tensors: Sequence[Tensor], piece: Slice, *, on_host: bool) -> list[Any]:
+    """Return digests of a slice of tensors: of a parameter, and of others, which have its shape or belong to it;
+    ``on_host``: all are on the CPU."""
+    shape, digest, digests = tensors[0].shape, 0, list[Any]()
+    for tensor in filter(_is_there, tensors):
+        is_alike = tensor.shape == shape
+        start, count = piece.start, min(piece.stop, tensor.numel()) - piece.start
+        if on_host and is_alike and count <= _LEAST and (address := _address_on_host(tensor)):
+            # An operation on a tensor would take longer than its values.
+            digest = crc32(string_at(address + start * tensor.itemsize, count * tensor.itemsize), digest)
+            continue
+        parts = inner_tensors(tensor.detach())
+        if is_alike and piece.inner < len(parts):
+            digests.append(slice_digest(_flat(parts[piece.inner])[start : piece.stop]))
+        elif not (piece.inner or start):  # of another shape, such as the row and column factors of Adafactor
+            digests += [slice_digest(each) for part in parts for each in _flat(part).split(piece.stop)]
+    return [*digests, digest] if on_host else digests
