@@ -106,17 +106,17 @@ class ReplicatedModules(Generic[M]):
         """Forget a module that is no longer reduced."""
         self._links = {number: link for number, link in self._links.items() if link() not in (None, module)}
 
-    def tell(self, modules: Sequence[M], part: Part = Part.FULL, mark: int = 0) -> Question:
+    def tell(self, modules: Sequence[M], part: Part = Part.FULL, mark: int = 0, *, blocking: bool = False) -> Question:
         """Tell the other ranks with which modules, and how, this one takes part, without waiting; ``mark``: what it
-        sends for itself."""
+        sends for itself; ``blocking``: the caller waits for it next."""
         rank, marks = self._collectives.rank, [0] * self._head
         marks[rank // _RANKS_AT_ONCE] = mark << 2 * (rank % _RANKS_AT_ONCE)
         failure = FAILURE.encode(part is Part.FAILED, rank)
         own = [0] * self.next_id
         for number, module in self.numbered().items():
-            own[number] = any(module is each for each in modules)
+            own[number] = module in modules
         row = torch.tensor([*marks, *failure, part is Part.SKIPS, *own], dtype=torch.int64).to(self._collectives.device)
-        return Question(row, self._collectives.all_reduce(row, "which modules take part"))
+        return Question(row, self._collectives.all_reduce(row, "which modules take part", blocking=blocking))
 
     @property
     def _head(self) -> int:
@@ -124,7 +124,7 @@ class ReplicatedModules(Generic[M]):
 
     def ask(self, modules: Sequence[M], mark: int = 0) -> Answer[M]:
         """Tell the other ranks that these modules take part, and wait for their answers."""
-        question = self.tell(modules, mark=mark)
+        question = self.tell(modules, mark=mark, blocking=True)
         question.pending.wait()
         sums, head = question.row.tolist(), self._head
         behind = head + FAILURE.size
