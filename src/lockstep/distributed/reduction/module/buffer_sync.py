@@ -162,10 +162,7 @@ class BufferSync:
         """Assign the values in the summed end of a report."""
         for packed in self._packing.packed:
             if packed.averaged or not self._is_source:
-                values = packed_buffers[packed.place]
-                if packed.as_bytes:
-                    values = values.to(torch.uint8).view(packed.group.travels_as)
-                packed.group.assign(values)
+                packed.group.assign_row(packed_buffers[packed.place], packed.as_bytes)
 
     def prepare_large(self, zeros: bool = False) -> bool:
         """Join the buffers that are not packed, before the report is sent, which can then tell of an error; return True

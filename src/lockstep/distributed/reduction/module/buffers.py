@@ -19,9 +19,10 @@ from lockstep._base.inner_tensors import as_bytes, bits, describe, inner_tensors
 from lockstep._base.tensor_state import Layouts
 
 _shape_of, _dtype_of, _device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
-_has_graph, _buffers_of = attrgetter("requires_grad"), attrgetter("_buffers")
+_buffers_of = attrgetter("_buffers")
 
 
+_Pieces = list[Tensor] | tuple[Tensor, ...]
 _ADDED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
@@ -160,6 +161,8 @@ class BufferGroup:
         self._is_flat = [len(shape) == 1 for shape in self._shapes]
         self._are_alike = len(set(self._shapes)) == 1  # then one operation moves all of them
         self._known: tuple[list[Any], Layouts] | None = None  # the tensors of the last look at which all were there
+        self._may_write = False  # whether these can be written in place, as long as no graph has saved them
+        self._kept: tuple[Tensor, _Pieces] | None = None  # memory, and its pieces for all buffers
 
     def current(self) -> Sequence[Tensor | None]:
         """Return :meth:`Buffer.current` of each."""
@@ -185,7 +188,7 @@ class BufferGroup:
                 return None
         except AttributeError:  # None instead of a module or a tensor
             return None
-        self._known = tensors, Layouts(tensors)
+        self._known, self._may_write = (tensors, Layouts(tensors)), not any(map(_is_fixed, tensors))
         return tensors
 
     def joined(self, zeros: bool = False) -> Tensor:
@@ -203,15 +206,26 @@ class BufferGroup:
 
     def assign(self, values: Tensor) -> None:
         """Set the values from those that :meth:`joined` has returned on another rank."""
-        pieces = self._split(values)
+        self._assign(self._split(values))
+
+    def assign_row(self, row: Tensor, as_bytes: bool) -> None:
+        """Set the values as :meth:`assign` does from those in a row, one element for each, or one for each byte."""
+        if self._kept is None:  # in each round, to make the pieces takes longer than to copy them
+            kept = torch.empty(row.numel(), dtype=torch.uint8 if as_bytes else self.travels_as, device=row.device)
+            self._kept = kept, self._split(kept.view(self.travels_as))
+        kept, pieces = self._kept
+        kept.copy_(row)
+        self._assign(pieces)
+
+    def _assign(self, pieces: _Pieces) -> None:
         targets = self._all_there()
-        if targets is None or not _are_writable(targets):
+        if targets is None or not self._may_write or max(map(holders, targets), default=1) > 1:
             for buffer, piece in zip(self.buffers, pieces, strict=True):
                 buffer.take(piece)
         elif targets:
             torch._foreach_copy_(list(map(bits, targets)) if self._are_sent_as_bits else targets, pieces)
 
-    def _split(self, values: Tensor) -> list[Tensor] | tuple[Tensor, ...]:
+    def _split(self, values: Tensor) -> _Pieces:
         if not self._are_plain:
             return list(values.split([buffer.nbytes for buffer in self.buffers]))
         if self._are_alike:
@@ -300,11 +314,6 @@ def holders(tensor: Any) -> int:
     return int(tensor._use_count())
 
 
-def _are_writable(tensors: Sequence[Tensor]) -> bool:
-    """Return True if all tensors can be written in place, as in :meth:`Buffer.writable`."""
-    return not (
-        max(map(holders, tensors), default=1) > 1
-        or any(map(_has_graph, tensors))
-        or any(map(Tensor.is_inference, tensors))
-        or (not all(map(Tensor.is_contiguous, tensors)) and any(map(has_overlap, tensors)))
-    )
+def _is_fixed(tensor: Tensor) -> bool:
+    """Return True if a tensor can never be written in place: see :meth:`Buffer.writable`."""
+    return tensor.requires_grad or tensor.is_inference() or has_overlap(tensor)
