@@ -1,7 +1,9 @@
 """Weights that an optimizer steps and no replicated module has, of which each rank trains its own: a warning."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,14 @@ class Margin(nn.Module):
 
     def forward(self, x):
         return (x @ self.centres).square().mean()
+
+
+class Collects(nn.Linear):
+    """A layer at whose look through its modules a garbage collection happens to begin."""
+
+    def named_modules(self, *args, **kwargs):
+        gc.collect()
+        return super().named_modules(*args, **kwargs)
 
 
 class Program:
@@ -179,3 +189,25 @@ def hooks_after(rank, steps):
 
 def test_hooks_are_gone_when_nothing_is_left_to_find_out():
     assert run_processes(2, hooks_after, [1, 2]) == [[True, False]] * 2
+
+
+def trained_after_another(rank):
+    """An earlier module is garbage by now, in a cycle, and is collected while the modules are looked at."""
+    model, earlier = Collects(1, 1), one_weight()
+    lockstep.replicate(model)
+    lockstep.replicate(earlier)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    earlier.itself, gone = [earlier], weakref.ref(earlier)
+    gc.disable()
+    try:
+        del earlier
+        model(torch.ones(1, 1)).sum().backward()
+        was_there = gone() is not None
+        optimizer.step()
+    finally:
+        gc.enable()
+    return was_there, gone() is None
+
+
+def test_a_module_that_is_collected_while_modules_are_looked_at_is_no_error():
+    assert run_processes(2, trained_after_another) == [(True, True)] * 2

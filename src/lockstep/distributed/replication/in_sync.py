@@ -90,16 +90,15 @@ def compared_in_save(objects: Mapping[str, object], ranks: int) -> tuple[Values,
 
     Buffers may differ until the next backward makes them equal.
     """
-    found = [each for each in replications() if _is_compared(each, ranks)]
-    replicated = {number for each in found for number in each.replicated_names()}
-    stateful = {number for each in found if not _has_local(each) for number in each.replicated_names()}
+    compared = [(_has_local(each), each.replicated_names()) for each in replications() if _is_compared(each, ranks)]
+    replicated = {number for _, own in compared for number in own}
+    stateful = {number for is_local, own in compared if not is_local for number in own}
     names = {number: name for number, name in names_of_parameters().items() if number in stateful}
     values: Values = []
     optimizers: list[Optimizer] = []
     for name, each in objects.items():
         if isinstance(each, Module):
-            own = ((f"parameter {key} of {name}", p) for key, p in each.named_parameters() if id(p) in replicated)
-            values += own
+            values += [(f"parameter {key} of {name}", p) for key, p in each.named_parameters() if id(p) in replicated]
         elif isinstance(each, Optimizer) and any(id(p) in replicated for p in _parameters(each)):
             optimizers.append(each)
             values += state_of(each, names)

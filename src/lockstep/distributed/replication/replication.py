@@ -12,7 +12,7 @@ No attribute of a module is its replication, so that copies and pickles are plai
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import chain
@@ -341,10 +341,16 @@ def find_replication(module: Module) -> Replication | None:
     return None if link is None else link()
 
 
-def replications() -> list[Replication]:
-    """Return all replications of this process whose modules exist, in the order in which they were made."""
-    found = (link() for link in _replications.values())
-    return list(dict.fromkeys(each for each in found if each is not None and each._selection.alive))
+def replications() -> Iterator[Replication]:
+    """Yield all replications of this process whose modules exist, in the order in which they were made.
+
+    The module of the last one is kept alive meanwhile: that of an earlier training may be part of a cycle, and be
+    collected at any time, on some ranks earlier than on others.
+    """
+    for each in dict.fromkeys(found for link in _replications.values() if (found := link()) is not None):
+        module = each._selection.module_or_none()
+        if module is not None:
+            yield each
 
 
 def replication_of(module: Module, caller: str) -> Replication:
