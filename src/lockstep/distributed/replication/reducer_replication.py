@@ -160,7 +160,8 @@ class ReducerReplication(Replication):
         selection = self._selection  # refers to it weakly
 
         def scan() -> BufferSet:
-            return selection.buffers() if selection.alive else BufferSet(Module(), (), ())
+            held = selection.module_or_none()  # it may be collected at any time
+            return BufferSet(Module(), (), ()) if held is None else selection.buffers()
 
         return scan
 
