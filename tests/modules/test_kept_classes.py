@@ -359,3 +359,34 @@ def test_modules_that_are_equal_are_replicated_each_for_itself():
         return [isinstance(module, Replicated) for module in modules], len(states), grads
 
     assert run_ranks(2, call) == [([True, True, False], 2, [[[1.5, 1.5]] * 2] * 2)] * 2
+
+
+class WithoutTargets(nn.Linear):
+    """A class whose ``named_parameters()`` takes other arguments than PyTorch's, and leaves some out (torchrl)."""
+
+    def __init__(self, width):
+        super().__init__(width, width)
+        self._target_weight = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def named_parameters(self, prefix="", recurse=True):
+        named = super().named_parameters(prefix=prefix, recurse=recurse)
+        return ((name, each) for name, each in named if not name.startswith("_target"))
+
+    def parameters(self, recurse=True):
+        return (each for _, each in self.named_parameters(recurse=recurse))
+
+
+def train_without_targets(rank):
+    torch.manual_seed(rank.rank)
+    model = lockstep.replicate(WithoutTargets(2), process_group=rank.group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), float(rank.rank))).sum().backward()
+        optimizer.step()
+    lockstep.check_in_sync(model, optimizer)
+    return model.weight.grad.tolist()
+
+
+def test_a_class_may_name_its_parameters_in_its_own_way():
+    assert run_ranks(2, train_without_targets) == [[[0.5, 0.5], [0.5, 0.5]]] * 2

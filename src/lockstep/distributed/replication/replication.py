@@ -34,7 +34,7 @@ from lockstep.distributed.comm.groups import Group, resolve_group
 from lockstep.distributed.reduction.module.buffers import Buffer, write
 from lockstep.distributed.reduction.module.drift import DriftWatch
 from lockstep.distributed.reduction.module.managed_parameters import Owner
-from lockstep.distributed.reduction.module.selection import Contents, Selection, note_replicated
+from lockstep.distributed.reduction.module.selection import Contents, Selection, all_named, note_replicated
 from lockstep.distributed.replication.instance_methods import remove_all
 from lockstep.distributed.replication.options import Options, input_device, move_to
 from lockstep.errors import LockstepError, NotReplicableError
@@ -378,8 +378,7 @@ def own_names(module: Module, inner: Module) -> set[str]:
             kept, equal = replication.own_and_replicated()
             own.update(map(id, kept))
             shared.update(map(id, equal))
-    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-    return {name for name, tensor in named if id(tensor) in own - shared}
+    return {name for name, tensor in all_named(inner) if id(tensor) in own - shared}
 
 
 def training_state_dict(module: Module) -> dict[str, Any]:

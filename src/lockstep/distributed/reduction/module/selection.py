@@ -142,10 +142,8 @@ class Selection:
     def left_alone(self) -> list[Tensor]:
         """Return the parameters and buffers inside the module that are not replicated."""
         skipped, names = self._left_out()
-        module = self.module
-        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         below = [tensor for each in skipped for tensor in (*each.parameters(), *each.buffers())]
-        return [*(tensor for name, tensor in named if name in names), *below]
+        return [*(tensor for name, tensor in all_named(self.module) if name in names), *below]
 
     def without_values(self) -> Iterator[tuple[str, Tensor]]:
         """Return the parameters and buffers that are uninitialised or on the meta device."""
@@ -213,6 +211,13 @@ class Selection:
                 f"{name} is on the meta device and has no values; call module.to_empty(device=...) and initialise it, "
                 "or load a checkpoint, before the first forward"
             )
+
+
+def all_named(module: Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a module, under all of their names. Its class may have overridden its
+    methods, with other arguments (torchrl)."""
+    parameters = Module.named_parameters(module, remove_duplicate=False)
+    return [*parameters, *Module.named_buffers(module, remove_duplicate=False)]
 
 
 def _is_covered(owner: Owner, found: Collection[int]) -> bool:
