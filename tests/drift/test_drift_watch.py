@@ -11,7 +11,7 @@ from lockstep._base.digests import slice_digest
 from lockstep.distributed.reduction.module import drift
 from lockstep.distributed.reduction.module.equal_values import Differences
 from lockstep.distributed.reduction.module.optimizer_numbers import SAME_NUMBERS, difference_in_numbers, numbers_of
-from lockstep.distributed.reduction.module.value_digests import APART, ROUNDS, Table, comparable_state
+from lockstep.distributed.reduction.module.value_digests import APART, ROUNDS, Look, Table, comparable_state
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -43,8 +43,13 @@ def test_no_memory_is_read_that_a_program_has_freed():
     parameter = nn.Parameter(torch.arange(40.0))
     here = Table([("a", parameter)])
     assert here.sample() == bytes(torch.arange(4.0).view(torch.uint8).tolist())
+    look = Look(here, 0, whole=True)
+    look.take([], here.ids, [], state=True)
+    assert look.digest() not in (0, 1)
     parameter.untyped_storage().resize_(0)
     assert here.sample() is None
+    look.take([], here.ids, [], state=True)
+    assert look.digest() == 1  # of nothing
 
 
 def test_slices_grow_with_the_module_so_that_a_look_is_no_thousand_launches():
@@ -57,22 +62,33 @@ def test_slices_grow_with_the_module_so_that_a_look_is_no_thousand_launches():
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
 
 
+def digest_of_look(values):
+    """The digest of a whole look at two parameters, of which these are a slice in the middle of the first one."""
+    large = torch.ones(3 << 14).to(values.dtype)
+    large[1 << 14 : (1 << 14) + len(values)] = values
+    here = Table([("a", large), ("b", values.flip(0))])
+    look = Look(here, 0, whole=True)
+    look.take([], here.ids, [], state=True)
+    return look.digest()
+
+
+@pytest.mark.parametrize("digest", [lambda values: int(slice_digest(values)), digest_of_look], ids=["slice", "look"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_and_every_place_of_a_slice_counts(dtype):
+def test_every_bit_and_every_place_of_a_slice_counts(dtype, digest):
     values = torch.arange(1, 41).to(dtype)
-    before, data = slice_digest(values), values.view(torch.uint8)
+    before, data = digest(values), values.view(torch.uint8)
     for place in range(len(data)):
         for bit in range(8):
             data[place] ^= 1 << bit
-            assert slice_digest(values) != before
+            assert digest(values) != before
             data[place] ^= 1 << bit
-    assert slice_digest(values) == before
+    assert digest(values) == before
     values[[3, 21]] = values[[21, 3]]
-    assert slice_digest(values) != before
+    assert digest(values) != before
     values[[3, 21]] = values[[21, 3]]
     if dtype.is_floating_point:
         values[[3, 21]] *= -1
-        assert slice_digest(values) != before
+        assert digest(values) != before
 
 
 def test_equal_bits_have_equal_digests_even_if_they_are_no_number():
