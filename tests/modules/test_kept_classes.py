@@ -368,12 +368,11 @@ class WithoutTargets(nn.Linear):
         super().__init__(width, width)
         self._target_weight = nn.Parameter(torch.ones(width), requires_grad=False)
 
-    def named_parameters(self, prefix="", recurse=True):
-        named = super().named_parameters(prefix=prefix, recurse=recurse)
-        return ((name, each) for name, each in named if not name.startswith("_target"))
+    def named_parameters(self, prefix=""):
+        return ((name, each) for name, each in super().named_parameters(prefix) if not name.startswith("_target"))
 
-    def parameters(self, recurse=True):
-        return (each for _, each in self.named_parameters(recurse=recurse))
+    def parameters(self):
+        return (each for _, each in self.named_parameters())
 
 
 def train_without_targets(rank):

@@ -132,8 +132,8 @@ def _is_empty(module: Module) -> bool:
     """Return True for a layer without parameters and buffers, but not for a container, which may be filled later."""
     if isinstance(module, Sequential | ModuleList | ModuleDict):
         return False
-    parts = module.parameters(recurse=False), module.buffers(recurse=False), module.children()
-    return all(next(each, None) is None for each in parts)
+    parts = *module._parameters.values(), *module._buffers.values(), *module._modules.values()
+    return all(each is None for each in parts)
 
 
 def _attach(module: Module, replication: Replication, undo: ExitStack) -> None:
