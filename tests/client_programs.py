@@ -29,10 +29,15 @@ _kept: list[Any] = []
 
 
 def quiet() -> None:
-    """Clients warn of many things; and torchvision, built for CUDA, lacks operators of its own beside a CPU torch."""
+    """Clients warn of many things, and look for files on the network."""
     warnings.simplefilter("ignore")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    let_torchvision_load()
+
+
+def let_torchvision_load() -> None:
+    """Beside a PyTorch for the CPU, a torchvision that is built for CUDA lacks operators of its own, and raises."""
     if not _kept and torch.version.cuda is None:
         torchvision = library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):

@@ -22,6 +22,7 @@ import pytest
 import torch.distributed as dist
 
 import sim as simulator
+from client_programs import let_torchvision_load
 from processes import be_launched, run_processes
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +117,7 @@ def run_blocks(rank: Any, page: str, blocks: list[Block], ports: list[int], fold
     if accelerators:
         assert not isinstance(found := simulator.load(accelerators), str), found
     os.chdir(folder)
+    let_torchvision_load()
     go_on = any(block.hidden for block in blocks)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     ended = []  # what PyTorch's wrapper holds lives as long as the process, as in a program; else Gloo may deadlock
