@@ -19,8 +19,8 @@ _NOT_OF_STEPS = frozenset(
 )
 SAME_NUMBERS = (
     "Let every rank do the same: step a scheduler on all ranks and give it the same number (lockstep.mean() of the "
-    "loss), load the optimizer's state on all ranks. An optimizer that computes a number of all its parameters cannot be "
-    "sharded"
+    "loss), load the optimizer's state on all ranks. An optimizer that computes a number of all its parameters cannot "
+    "be sharded"
 )
 """What to do about numbers that differ."""
 
