@@ -17,12 +17,11 @@ from lockstep.errors import NotReplicableError
 from lockstep.local import ReplicaSet
 from lockstep.local.attributes import Attributes
 from lockstep.local.translation import LIMIT, Translation, is_plain, leads
+from programs.networks import Applying, Slotted
 
 CPU = torch.device("cpu")
 CPUS = ["cpu", "cpu"]
 
-
-# --------------------------------------------------------------------------------------- translation
 
 OLD, NEW = nn.Linear(1, 1), nn.Linear(1, 1)
 KNOWN = {id(OLD): NEW}
@@ -110,9 +109,6 @@ def test_a_value_with_very_many_parts_is_not_looked_into():
     assert not leads([[[0]] * 2 for _ in range(LIMIT)] + [OLD], KNOWN)
 
 
-# ------------------------------------------------------------------------------ objects of other classes
-
-
 class NoLength(tuple):
     """As e3nn's ``Irreps``."""
 
@@ -175,20 +171,6 @@ def test_no_method_of_an_object_is_called(make, leading, devices, first):
             assert not leading or note[1] is replica[0]
 
 
-class Base:
-    __slots__ = ("layers", "rate")
-
-
-class Slotted(Base, nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.rate, self.layers = 2.0, [self.linear]
-
-    def forward(self, x):
-        return self.layers[0](x) * self.rate
-
-
 def test_attributes_in_slots(devices, first):
     network = Slotted().to(first)
     parallel, x = DataParallel(network, devices(2)), torch.randn(4, 3).to(first)
@@ -203,41 +185,14 @@ def test_attributes_in_slots(devices, first):
 # ----------------------------------------------------------------------------- what forward itself does
 
 
-class Masked(nn.Module):
-    """As PyTorch's example of a language model: it makes a mask at its first forward, and keeps it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.mask = None
-
-    def forward(self, x):
-        if self.mask is None or len(self.mask) != x.shape[1]:
-            self.mask = torch.ones(x.shape[1], device=x.device)
-        return self.linear(x) * self.mask
-
-
-def test_a_tensor_that_forward_keeps_is_on_the_device_of_its_replica(devices, first):
-    parallel, x = DataParallel(Masked().to(first), devices(2)), torch.randn(4, 3).to(first)
-    for _ in range(3):
-        torch.testing.assert_close(parallel(x), parallel.module(x))
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(3, 3)
-        self.hidden = None
-
-    def forward(self, x):
-        self.hidden = self.cell(x, None if self.hidden is None else self.hidden.detach())
-        return self.hidden
-
-
 def test_a_hidden_state_belongs_to_the_rows_of_its_replica(devices, first):
     """Until it is set anew."""
-    torch.manual_seed(0)
-    network, twin = Recurrent().to(first), Recurrent().to(first)
+
+    def forward(m, x):
+        m.hidden = m.cell(x, None if m.hidden is None else m.hidden.detach())
+        return m.hidden
+
+    network, twin = (Applying(forward, cell=nn.GRUCell(3, 3), hidden=None).to(first) for _ in range(2))
     twin.load_state_dict(network.state_dict())
     parallel, x = DataParallel(network, devices(3)), torch.randn(6, 3).to(first)
     for step in range(4):
@@ -247,14 +202,12 @@ def test_a_hidden_state_belongs_to_the_rows_of_its_replica(devices, first):
 
 
 def test_what_forward_deletes_is_gone_in_its_replica(devices, first):
-    class Once(nn.Linear):
-        def forward(self, x):
-            if hasattr(self, "start"):
-                del self.start
-            return super().forward(x)
+    def forward(m, x):
+        if hasattr(m, "start"):
+            del m.start
+        return m.linear(x)
 
-    network = Once(3, 2).to(first)
-    network.start = True
+    network = Applying(forward, start=True).to(first)
     parallel, x = DataParallel(network, devices(2)), torch.randn(4, 3).to(first)
     for _ in range(2):
         parallel(x)
@@ -284,19 +237,16 @@ def test_an_interrupted_look_at_attributes_is_repeated(monkeypatch):
         assert [layer.scale for layer in replica] == [2.0, 2.0]
 
 
-def test_hooks_that_a_replica_registers_beside_others_are_not_the_networks(devices, first):
+@pytest.mark.parametrize("beside", [0, 1])
+def test_hooks_that_a_replica_registers_are_not_the_networks_and_gone_at_the_next_use(devices, first, beside):
     net = nn.Sequential(nn.Linear(1, 1)).to(first)
-    net[0].register_forward_hook(lambda *_: None)
-    replica = ReplicaSet(net, devices(2)).refresh()[1]
-    replica[0].register_forward_hook(lambda *_: None)
-    assert (len(net[0]._forward_hooks), len(replica[0]._forward_hooks)) == (1, 2)
-
-
-def test_hooks_that_a_replica_registers_are_gone_at_the_next_use(devices, first):
-    replicas = ReplicaSet(nn.Sequential(nn.Linear(3, 2)).to(first), devices(2))
+    for _ in range(beside):
+        net[0].register_forward_hook(lambda *_: None)
+    replicas = ReplicaSet(net, devices(2))
     replica = replicas.refresh()[1]
     replica[0].register_forward_hook(lambda *_: None)
-    assert not replicas.refresh()[1][0]._forward_hooks
+    assert (len(net[0]._forward_hooks), len(replica[0]._forward_hooks)) == (beside, beside + 1)
+    assert len(replicas.refresh()[1][0]._forward_hooks) == beside
 
 
 def test_containers_nested_too_deeply_are_named():

@@ -1,62 +1,40 @@
 """Parameters whose data a forward replaces: replicas must not go on with data that no transfer reaches."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from lockstep import DataParallel
 from lockstep.local import replicate
+from programs.networks import Applying, Recurrent
 
 
-class Quantised(nn.Module):
-    """Replaces its weight's data in forward, as old quantisation code does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight.data = self.weight.data.round()
-        return x * self.weight
+def rounds(m, x):
+    """As old quantisation code does it."""
+    m.weight.data = m.weight.data.round()
+    return x * m.weight
 
 
 def test_data_replaced_in_forward(devices, first):
-    network = Quantised().to(first)
-    parallel = DataParallel(network, devices(3))
+    network = Applying(rounds, weight=nn.Parameter(torch.ones(2))).to(first)
+    parallel, x = DataParallel(network, devices(3)), torch.ones(3, 2, device=first)
     for value in (3.0, -2.0, 5.0):
         with torch.no_grad():
             network.weight.fill_(value)
-        x = torch.ones(3, 2, device=first)
+            for _ in range(2):
+                assert parallel(x).tolist() == [[value, value]] * 3
+            network.weight.fill_(value + 1)
+        for replica, device in zip(replicate(network, devices(2)), devices(2), strict=True):
+            assert replica(torch.ones(2, device=device)).tolist() == [value + 1] * 2
         output = parallel(x)
-        assert output.tolist() == [[value, value]] * 3
+        assert output.tolist() == [[value + 1] * 2] * 3
         output.sum().backward()
         assert network.weight.grad.tolist() == [3.0, 3.0]
-        network.weight.grad = None
+        network.zero_grad()
         parallel.step(lambda out: out.sum(), x)
         assert network.weight.grad.tolist() == [1.0, 1.0]  # a third of each of three sums over one row
-        network.weight.grad = None
+        network.zero_grad()
     assert parallel.statistics().calls["build"] == 1
-
-
-def test_data_replaced_without_gradients(devices, first):
-    network = Quantised().to(first)
-    parallel = DataParallel(network, devices(2))
-    with torch.no_grad():
-        for value in (3.0, -2.0, 5.0, 4.0):
-            network.weight.fill_(value)
-            assert parallel(torch.ones(2, 2, device=first)).tolist() == [[value, value]] * 2
-
-
-def test_data_replaced_in_replicas_that_the_caller_runs(devices, first):
-    network = Quantised().to(first)
-    for value in (3.0, -2.0, 5.0):
-        with torch.no_grad():
-            network.weight.fill_(value)
-        replicas = replicate(network, devices(2))
-        outputs = [r(torch.ones(2, device=d)) for r, d in zip(replicas, devices(2), strict=True)]
-        assert [output.tolist() for output in outputs] == [[value, value]] * 2
 
 
 @pytest.mark.parametrize("kind_of_rnn", [nn.LSTM, nn.GRU])
@@ -83,20 +61,9 @@ def test_the_weights_of_an_rnn_lie_in_replicas_as_in_the_network(sim, kind_of_rn
 
 
 def test_flatten_parameters_in_a_replica_moves_nothing(devices, first):
-    class Flattens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.LSTM(3, 4, batch_first=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.rnn.flatten_parameters()
-            return self.rnn(x)[0]
-
-    network = Flattens().double()
-    parallel = DataParallel(copy.deepcopy(network).to(first), devices(2))
-    x = torch.randn(4, 5, 3, dtype=torch.float64)
+    parallel = DataParallel(Recurrent(nn.LSTM, flattens=True).to(first), devices(2))
     for _ in range(2):
-        torch.testing.assert_close(parallel(x.to(first)).cpu(), network(x), rtol=1e-12, atol=1e-12)
+        parallel(torch.randn(4, 3).to(first))
     replica = parallel._replicas.refresh()[1]
     before = [p.data_ptr() for p in replica.parameters()]
     replica.rnn.flatten_parameters()
