@@ -6,17 +6,16 @@ import dataclasses
 import re
 import typing
 import warnings
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, namedtuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
-from lockstep.errors import LayoutError, LengthError, StructureError
+from lockstep.errors import StructureError
 from lockstep.local import gather, scatter, scatter_gather, scatter_kwargs, shared
 from lockstep.local.scatter_gather import move, split_sizes
 
@@ -51,27 +50,14 @@ class Checked:
             raise ValueError("expected four rows")
 
 
-@dataclasses.dataclass
-class Output(OrderedDict):
-    """As model libraries have it: built of its fields, which are items, and refusing `update`."""
-
-    x: typing.Any = None
-    y: typing.Any = None
-
-    def __post_init__(self):
-        for name in ("x", "y"):
-            if getattr(self, name) is not None:
-                super().__setitem__(name, getattr(self, name))
-
-    def update(self, *args, **kwargs):
-        raise RuntimeError("no update")
-
-
 class Graph:
     """A type that its author registers with PyTorch's pytree registry."""
 
     def __init__(self, x, y, name):
         self.x, self.y, self.name = x, y, name
+
+    def __repr__(self):
+        return "graph"
 
 
 @pytest.fixture(autouse=True)
@@ -94,13 +80,10 @@ KINDS = {
     "tuple": lambda x, y: (x, y),
     "list": lambda x, y: [x, y],
     "dict": lambda x, y: {"x": x, "y": y},
-    "OrderedDict": lambda x, y: OrderedDict(x=x, y=y),
-    "defaultdict": lambda x, y: defaultdict(list, x=x, y=y),
     "namedtuple": Point,
     "typing.NamedTuple": Pair,
     "frozen dataclass with slots": Frozen,
     "dataclass that checks": Checked,
-    "model output": Output,
     "registered type": lambda x, y: Graph(x, y, "name"),
     "return type of torch": lambda x, y: torch.return_types.max((x, y)),
 }
@@ -135,25 +118,17 @@ def test_named_tuples_with_fields_on_mixed_devices_are_gathered(sim, kind):
         assert [t.tolist() for t in back] == [[1, 1, 1], [0, 0, 0]]
 
 
-# ---------------------------------------------------------------------------------------- scatter
-
-
-def rows_of(shares):
-    return [len(share) for share in shares]
-
-
-def test_nine_rows_on_eight_devices_leave_none_idle(devices):
-    assert rows_of(scatter(torch.arange(9), devices(8))) == [2, 1, 1, 1, 1, 1, 1, 1]
-
-
-def test_fewer_rows_than_devices_use_fewer_replicas(devices):
-    shares = scatter([torch.arange(2), "flag"], devices(3))
-    assert [(share[0].tolist(), share[1]) for share in shares] == [([0], "flag"), ([1], "flag")]
-
-
-def test_an_empty_batch_goes_to_one_replica(devices):
-    (share,) = scatter({"x": torch.empty(0, 3)}, devices(2))
-    assert share["x"].shape == (0, 3)
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(9, [2, 1, 1, 1, 1, 1, 1, 1]), (8, [1] * 8), (2, [1, 1]), (1, [1]), (0, [0])]
+)
+def test_no_device_is_idle_unless_there_are_fewer_rows(devices, rows, sizes):
+    shares = scatter([torch.arange(rows), "flag"], devices(8))
+    assert [len(x) for x, _ in shares] == sizes
+    assert [each for x, _ in shares for each in x.tolist()] == list(range(rows))
+    assert [flag for _, flag in shares] == ["flag"] * len(sizes)
+    inputs, kwargs = scatter_kwargs((), {"x": torch.arange(rows)}, devices(8))
+    assert inputs == ((),) * len(sizes)
+    assert [len(k["x"]) for k in kwargs] == sizes
 
 
 def test_one_plan_for_all_leaves_keeps_rows_together(devices):
@@ -165,34 +140,6 @@ def test_one_plan_for_all_leaves_keeps_rows_together(devices):
         assert share["x"].tolist() == share["deep"][1]["y"][:, 0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([torch.ones(4), torch.ones(3)], r"inputs\[0\] has size 4 there, and inputs\[1\] has 3 \(shape \(3,\)\)"),
-        ({"x": torch.ones(4), "m": torch.ones(1, 2)}, r"inputs\['x'\] has size 4 there, and inputs\['m'\] has 1"),
-        ({"m": torch.ones(1), "x": [torch.ones(4)]}, r"inputs\['m'\] has size 1 there, and inputs\['x'\]\[0\] has 4"),
-        (Point(torch.ones(5), [Frozen(torch.ones(3), 0)]), r"inputs.x has size 5 there, and inputs.y\[0\].x has 3"),
-        ([torch.ones(1), torch.ones(2)], r"inputs\[0\] has size 1 there, and inputs\[1\] has 2"),  # which is the batch?
-        ([torch.ones(2), torch.ones(4), torch.ones(3)], r"inputs\[0\] has size 2 there, and inputs\[1\] has 4"),
-    ],
-)
-def test_leaves_that_disagree_are_named_with_both_sizes(value, message):
-    with pytest.raises(LayoutError, match="cannot split the inputs along dim 0: " + message):
-        scatter(value, ["cpu", "cpu"])
-
-
-def test_positional_and_keyword_arguments_that_disagree_are_named():
-    with pytest.raises(ValueError, match=r"inputs\[1\]\['x'\] has size 4 there, and kwargs\['mask'\] has 3"):
-        scatter_kwargs((1, {"x": torch.ones(4)}), {"mask": torch.ones(3)}, ["cpu", "cpu"])
-
-
-def test_the_error_for_other_sizes_names_both_ways_out():
-    with pytest.raises(LayoutError) as caught:
-        scatter([torch.ones(4), torch.ones(5, 5)], ["cpu"] * 3)
-    assert "one for each of the 3 replicas" in str(caught.value)
-    assert "lockstep.local.shared(tensor)" in str(caught.value)
-
-
 @pytest.mark.parametrize("rows", [4, 5, 9])
 def test_beside_a_batch_a_tensor_with_a_row_for_each_replica_gives_one_to_each(rows):
     counts = torch.arange(3.0, requires_grad=True)
@@ -201,9 +148,6 @@ def test_beside_a_batch_a_tensor_with_a_row_for_each_replica_gives_one_to_each(r
     assert torch.cat([share["x"] for share in shares]).tolist() == list(range(rows))
     sum((i + 1) * share["counts"].sum() for i, share in enumerate(shares)).backward()
     assert counts.grad.tolist() == [1, 2, 3]
-
-
-def test_one_row_for_each_replica_along_another_dimension_and_with_weights():
     shares = scatter([torch.ones(2, 6), torch.tensor([[1, 2]])], ["cpu"] * 2, dim=1, split=[2, 1])
     assert [[x.shape[1], c.tolist()] for x, c in shares] == [[4, [[1]]], [2, [[2]]]]
 
@@ -218,23 +162,7 @@ def test_what_is_marked_as_shared_goes_whole_to_every_replica():
         assert rest["w"].tolist() == [1, 2, 3]
         (rest["w"] * (i + 1)).sum().backward()
     assert weight.grad.tolist() == [3, 3, 3]
-
-
-def test_shared_tensors_alone_go_to_every_device():
     assert [share.tolist() for share in scatter(shared(torch.ones(1)), ["cpu"] * 3)] == [[1]] * 3
-
-
-def test_a_tensor_that_has_no_such_dimension_is_named():
-    with pytest.raises(RuntimeError, match=r"cannot split inputs\['m'\] along dim 1: its shape is \(4,\)"):
-        scatter({"x": torch.ones(2, 4), "m": torch.ones(4)}, ["cpu", "cpu"], dim=1)
-
-
-@pytest.mark.parametrize("dim", [1, -1])
-def test_another_dimension_can_be_split(devices, dim):
-    d = devices(2)
-    shares = scatter([torch.arange(6).view(2, 3)], d, dim)
-    assert [share[0].tolist() for share in shares] == [[[0, 1], [3, 4]], [[2], [5]]]
-    assert gather(shares, "cpu", dim)[0].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_tensor_without_dimensions_goes_whole_to_every_replica(devices):
@@ -253,27 +181,24 @@ def test_everything_else_is_given_by_reference(devices):
         assert all(a is b for a, b in zip(share[1:], things, strict=True))
 
 
-@pytest.mark.parametrize("value", [None, (), [], {}, "text", [(), {}], {"unused": []}])
-def test_none_empty_containers_and_values_without_tensors_go_to_every_replica(devices, value):
+WITHOUT = [None, (), [], {}, "text", [(), {}], {"unused": []}, Counter("aab")]
+
+
+@pytest.mark.parametrize("value", WITHOUT, ids=str)
+def test_none_empty_containers_and_values_without_tensors_go_to_every_replica_and_back(devices, value):
     shares = scatter(value, devices(3))
     assert shares == [value] * 3
     assert [type(share) for share in shares] == [type(value)] * 3
-
-
-def test_counts_are_not_counted_again():
-    assert scatter(Counter("aab"), ["cpu", "cpu"]) == [Counter(a=2, b=1)] * 2
+    assert gather(shares, "cpu") == value
+    assert gather(shares[:1], "cpu") == value
+    assert gather([(torch.ones(1, device=d), value) for d in devices(2)], "cpu")[1] == value
+    assert scatter_kwargs((), value if value == {} else None, devices(2)) == (((), ()), ({}, {}))
 
 
 def test_replicas_do_not_share_their_lists():
     first, second = scatter({"tags": ["a"], "x": torch.ones(2)}, ["cpu", "cpu"])
     first["tags"].append("b")
     assert second["tags"] == ["a"]
-
-
-def test_a_packed_sequence_is_refused_with_its_place():
-    packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    with pytest.raises(StructureError, match=r"inputs\['words'\] is a PackedSequence"):
-        scatter({"words": packed}, ["cpu", "cpu"])
 
 
 def test_arguments_come_as_tuples_and_dicts_for_each_replica(devices):
@@ -283,17 +208,6 @@ def test_arguments_come_as_tuples_and_dicts_for_each_replica(devices):
     assert [[k["y"].tolist(), k["flag"]] for k in kwargs] == [[[0, 1], []], [[2], []]]
     assert (type(inputs), type(kwargs)) == (tuple, tuple)
     assert [type(a) for a in inputs] == [tuple] * 2
-
-
-@pytest.mark.parametrize("kwargs", [None, {}])
-def test_there_may_be_no_input_at_all(devices, kwargs):
-    assert scatter_kwargs((), kwargs, devices(2)) == (((), ()), ({}, {}))
-
-
-def test_keyword_arguments_alone_are_split_too(devices):
-    inputs, kwargs = scatter_kwargs((), {"x": torch.arange(2)}, devices(3))
-    assert inputs == ((), ())
-    assert [k["x"].tolist() for k in kwargs] == [[0], [1]]
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -335,16 +249,14 @@ def test_weights_apply_to_every_leaf(devices):
     shares = scatter([torch.arange(6), torch.arange(6)], devices(2), split=[2, 1])
     assert [[t.tolist() for t in share] for share in shares] == [[[0, 1, 2, 3]] * 2, [[4, 5]] * 2]
     inputs, kwargs = scatter_kwargs((torch.arange(6),), {"y": torch.arange(6)}, devices(2), split=[1, 2])
-    assert [rows_of(a) for a in inputs] == [[2], [4]]
-    assert [len(k["y"]) for k in kwargs] == [2, 4]
+    assert [[len(a[0]), len(k["y"])] for a, k in zip(inputs, kwargs, strict=True)] == [[2, 2], [4, 4]]
 
 
-def test_weights_that_make_no_sense_are_refused():
-    with pytest.raises(LengthError, match=r"one weight in split for each of 2 devices, got \[1\]"):
-        scatter(torch.ones(4), ["cpu", "cpu"], split=[1])
-    for weights in ([1, 0], [1, -1], [1, float("nan")]):
-        with pytest.raises(LayoutError, match="weights above 0 in split, got " + re.escape(str(weights))):
-            scatter(torch.ones(4), ["cpu", "cpu"], split=weights)
+@pytest.mark.parametrize("dim", [1, -1])
+def test_another_dimension_can_be_split(devices, dim):
+    shares = scatter([torch.arange(6).view(2, 3)], devices(2), dim)
+    assert [share[0].tolist() for share in shares] == [[[0, 1], [3, 4]], [[2], [5]]]
+    assert gather(shares, "cpu", dim)[0].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 # ----------------------------------------------------------------------------------------- gather
@@ -379,15 +291,19 @@ def test_tensors_without_dimensions_become_a_vector_without_a_warning(devices):
     assert [loss.grad.shape for loss in losses] == [()] * 3
 
 
-def test_none_stays_none(devices):
-    d = devices(2)
-    assert gather([None, None], d[0]) is None
-    x, none = gather([(torch.ones(1, device=x), None) for x in d], d[0])
-    assert x.tolist() == [1, 1]
-    assert none is None
-
-
 array = np.arange(3)
+NAN = float("nan")
+
+
+class Stubborn:
+    """Cannot be compared."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise RuntimeError("do not compare me")
+
+
 EQUAL = {
     "int": (1, 1, 1),
     "str": ("a", "a", "a"),
@@ -397,6 +313,8 @@ EQUAL = {
     "dtype": (torch.float32,) * 3,
     "set": ({1, 2}, {2, 1}, {1, 2}),
 }
+STUBBORN = Stubborn()
+EQUAL["not compared"] = (STUBBORN,) * 3
 DIFFERENT = {
     "int": (1, 2, 1),
     "last": (1, 1, 2),
@@ -405,6 +323,14 @@ DIFFERENT = {
     "int and float": (1, 1.0, 1),
     "None and int": (None, 1, 1),
     "size": (torch.Size([2, 3]), torch.Size([1, 3]), torch.Size([1, 3])),
+    "values of an array": (np.ones(3), np.zeros(3)),
+    "an array of one element first": (np.ones(1), np.ones(3)),
+    "an array of one element last": (np.ones(3), np.ones(1)),
+    "arrays without elements": (np.ones((0,)), np.ones((0, 2))),
+    "arrays of as many elements": (np.ones((2, 1)), np.ones((1, 2))),
+    "not to be compared": (STUBBORN, Stubborn()),
+    "nan and a number": (NAN, 1.0),
+    "nan in complex numbers": (complex(1, NAN), complex(2, NAN)),
 }
 
 
@@ -417,115 +343,23 @@ def test_equal_leaves_come_back_once(leaves):
 
 @pytest.mark.parametrize("leaves", DIFFERENT.values(), ids=DIFFERENT)
 def test_differing_leaves_come_back_as_a_list_in_replica_order(leaves):
-    back = gather([[torch.ones(1), leaf] for leaf in leaves], "cpu")[1]
-    assert type(back) is list
-    assert [(type(b), b) for b in back] == [(type(leaf), leaf) for leaf in leaves]
+    for back in (gather(leaves, "cpu"), gather([[torch.ones(1), leaf] for leaf in leaves], "cpu")[1]):
+        assert type(back) is list
+        assert all(a is b for a, b in zip(back, leaves, strict=True))
 
 
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        (np.ones(3), np.zeros(3)),
-        (np.ones(1), np.ones(3)),
-        (np.ones(3), np.ones(1)),
-        (np.ones((0,)), np.ones((0, 2))),
-        (np.ones((2, 1)), np.ones((1, 2))),
-    ],
-)
-def test_arrays_that_differ_in_a_value_or_in_shape_come_back_as_a_list(arrays):
-    back = gather(arrays, "cpu")
-    assert type(back) is list
-    assert all(a is b for a, b in zip(back, arrays, strict=True))
-
-
-def test_what_cannot_be_compared_comes_back_as_a_list():
-    class Stubborn:
-        __hash__ = None
-
-        def __eq__(self, other):
-            raise RuntimeError("do not compare me")
-
-    things = [Stubborn(), Stubborn()]
-    back = gather(things, "cpu")
-    assert back[0] is things[0]
-    assert back[1] is things[1]
-    assert gather([things[0], things[0]], "cpu") is things[0]
-
-
-def test_dicts_in_another_order_are_matched_by_key():
+def test_dicts_are_matched_by_key():
+    """In any order, and also by keys that look the same and are not."""
+    one, other = Graph(1, 2, "name"), Graph(1, 2, "name")
+    back = gather([{one: torch.tensor([1]), other: torch.tensor([2])}] * 2, "cpu")
+    assert (back[one].tolist(), back[other].tolist()) == ([1, 1], [2, 2])
     back = gather([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}], "cpu")
     assert {key: value.tolist() for key, value in back.items()} == {"a": [0, 0], "b": [1, 1]}
 
 
-class Twin:
-    """Keys that look the same and are not."""
-
-    def __repr__(self):
-        return "twin"
-
-
-def test_keys_that_look_the_same_keep_their_own_values():
-    one, other = Twin(), Twin()
-    back = gather([{one: torch.tensor([1]), other: torch.tensor([2])}] * 2, "cpu")
-    assert (back[one].tolist(), back[other].tolist()) == ([1, 1], [2, 2])
-
-
-T = torch.ones(1)
-MISMATCHED = {
-    "numbers of keys": ([{"a": T}, {"a": T, "b": T}], "All dicts must have the same number of keys", "['a'], ['b']"),
-    "keys": ([{"a": T}, {"b": T}], "All dicts must have the same number of keys", "replica 1: dict with ['b']"),
-    "lengths": ([[T, T], [T]], "the structures differ", "replica 1: list with [0]"),
-    "types": ([(T,), [T]], "the structures differ", "replica 0: tuple with [0]; replica 1: list with [0]"),
-    "tensor and None": ([T, None], "the structures differ", "replica 0: Tensor; replica 1: NoneType"),
-    "tensor and number": ([[T], [1.0]], "cannot gather outputs[0]", "replica 1: float"),
-    "deep": ([{"x": Point(T, [T])}, {"x": Point(T, T)}], "cannot gather outputs['x'].y", "replica 1: Tensor"),
-    "empty": ([[T], []], "the structures differ", "replica 1: list with nothing"),
-}
-
-
-@pytest.mark.parametrize(("outputs", "reason", "detail"), MISMATCHED.values(), ids=MISMATCHED)
-def test_outputs_of_different_structure_are_refused_with_their_place(outputs, reason, detail):
-    with pytest.raises(StructureError, match="(?s)" + re.escape(reason) + "|" + re.escape(detail)) as info:
-        gather(outputs, "cpu")
-    assert reason in str(info.value)
-    assert detail in str(info.value)
-    assert isinstance(info.value, ValueError)
-
-
 def test_registered_types_that_differ_in_what_they_keep_beside_are_refused():
     with pytest.raises(StructureError, match="cannot gather outputs: the structures differ"):
-        gather([Graph(T, T, "one"), Graph(T, T, "other")], "cpu")
-
-
-def test_tensors_that_do_not_fit_are_named():
-    outputs = [{"y": torch.ones(2, 3)}, {"y": torch.ones(2, 4)}]
-    with pytest.raises(
-        RuntimeError, match=r"cannot gather outputs\['y'\] along dim 0: Input tensor at index 1 has invalid shape"
-    ):
-        gather(outputs, "cpu")
-    with pytest.raises(LayoutError, match=r"cannot gather outputs along dim 0.*same number of dimensions"):
-        gather([torch.tensor(1.0), torch.ones(2)], "cpu")
-    with pytest.raises(LayoutError, match="cannot gather outputs along dim 2"):
-        gather([torch.ones(2), torch.ones(2)], "cpu", 2)
-
-
-def test_gather_of_no_outputs_is_an_error():
-    with pytest.raises(LengthError, match="at least one replica, got none"):
-        gather([], "cpu")
-
-
-def test_empty_containers_are_gathered():
-    assert gather([(), ()], "cpu") == ()
-    assert gather([{"a": []}, {"a": []}], "cpu") == {"a": []}
-
-
-def test_the_outputs_of_one_replica_come_back_as_they_are(devices):
-    (d,) = devices(1)
-    back = gather([{"y": torch.ones(2, device=d), "n": 3, "s": None}], d)
-    assert (back["y"].tolist(), back["n"], back["s"]) == ([1, 1], 3, None)
-
-
-# ------------------------------------------------------------------------------------------- move
+        gather([Graph(torch.ones(1), 2, "one"), Graph(torch.ones(1), 2, "other")], "cpu")
 
 
 def test_move_takes_every_tensor_to_a_device_differentiably(sim):
@@ -536,12 +370,7 @@ def test_move_takes_every_tensor_to_a_device_differentiably(sim):
     (moved["x"] * 3).sum().backward()
     assert x.grad.device == torch.device("sim:0")
     assert x.grad.tolist() == [3, 3]
-
-
-def test_move_gives_back_what_is_there_already(devices):
-    (d,) = devices(1)
-    value = {"x": torch.ones(1, device=d), "y": 1}
-    assert move(value, d) is value
+    assert move(moved, 1) is moved  # it is there already
 
 
 # ------------------------------------------------------------- what cannot be split, or put together
@@ -587,32 +416,6 @@ def test_containers_with_constructors_of_their_own_keep_their_contents():
         assert (of_name.name, list(of_name), of_name["x"].tolist()) == ("batch", ["x"], rows)
 
 
-def test_a_container_that_cannot_be_made_again_is_named():
-    """Nobody knows which rows of its attribute belong to which rows of its items."""
-    batch = Named("batch")
-    batch["x"], batch.mask = torch.arange(4), torch.ones(4)
-    with pytest.raises(StructureError, match=r"another Named for kwargs\['batch'\]: its attribute mask has tensors"):
-        scatter_kwargs((), {"batch": batch}, [CPU, CPU])
-    with pytest.raises(StructureError, match=r"another Named for outputs\[0\]"):
-        gather([(batch,), (batch,)], CPU)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "_mkldnn", "nested", "jagged"])
-def test_a_tensor_without_rows_in_memory_is_named(kind):
-    parts = [torch.ones(2), torch.ones(3)]
-    made = {
-        "sparse_coo": lambda: torch.eye(4).to_sparse(),
-        "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
-        "_mkldnn": lambda: torch.eye(4).to_mkldnn(),
-        "nested": lambda: torch.nested.nested_tensor(parts),
-        "jagged": lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
-    }
-    expected = "nested" if kind == "jagged" else kind
-    with pytest.raises(LayoutError, match=rf"cannot split kwargs\['edges'\]: it is a {expected} tensor"):
-        scatter_kwargs((torch.ones(4),), {"edges": made[kind]()}, [CPU, CPU])
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -626,13 +429,6 @@ def test_a_tensor_without_rows_in_memory_is_named(kind):
 def test_nan_on_every_replica_comes_back_once(make):
     one, other = make(), make()
     assert gather([(torch.ones(1), one), (torch.ones(1), other)], CPU)[1] == pytest.approx(one, nan_ok=True)
-
-
-def test_nan_on_one_replica_is_a_difference():
-    for different in ((float("nan"), 1.0), (complex(1, float("nan")), complex(2, float("nan")))):
-        found = gather(list(different), CPU)
-        assert isinstance(found, list)
-        assert len(found) == 2
 
 
 # -------------------------------------------------------------------------------- tensors inside of objects
