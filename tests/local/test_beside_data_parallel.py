@@ -19,12 +19,35 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
 import lockstep
 from lockstep._base import devices as lockstep_devices
 from lockstep.errors import LayoutError
 from lockstep.local import parallel_apply, replicate, scatter, scatter_kwargs
+from programs.networks import STRUCTURES, Applying, mlp
+from programs.one_device import gradients, on, same
+
+CPU = ["cpu", "cpu"]
+
+
+def rows(count=4, on="sim:0"):
+    return torch.randn(count, 3, device=on)
+
+
+def wrapped(network, reference, **options):
+    """By PyTorch's DataParallel, and by ours."""
+    return [module.DataParallel(network, [0, 1], **options) for module in (reference, lockstep)]
+
+
+def trains_as_alone(network, parallel, x):
+    """The gradients of a batch through `parallel`, which wraps `network`, are those of `network` alone."""
+    found = []
+    for module in (network, parallel):
+        network.zero_grad()
+        module(x).square().sum().backward()
+        found.append(gradients(network))
+    same(*found)
+
 
 CPU = ["cpu", "cpu"]
 
@@ -57,34 +80,10 @@ def reference(sim, monkeypatch):
         yield torch.nn.parallel
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def on(device, make, *args):
-    with torch.device(device):
-        return make(*args)
-
-
-def grads(module):
-    return [p.grad.cpu().clone() for p in module.parameters()]
-
-
-def assert_trains_as_on_one_device(network, parallel, x):
-    """The gradients of a batch through `parallel`, which wraps `network`, are those of `network` alone."""
-    network.zero_grad()
-    network(x).square().sum().backward()
-    expected = grads(network)
-    network.zero_grad()
-    parallel(x).square().sum().backward()
-    for got, want in zip(grads(network), expected, strict=True):
-        torch.testing.assert_close(got, want)
-
-
 def test_the_reference_is_the_reference(reference):
     """The stand-ins are good enough for PyTorch's own code to train as on one device."""
     network = on("sim:0", mlp)
-    assert_trains_as_on_one_device(network, reference.DataParallel(network, [0, 1]), torch.randn(5, 3, device="sim:0"))
+    trains_as_alone(network, reference.DataParallel(network, [0, 1]), rows(5))
 
 
 # ----------------------------------------------------- slow: threads and replicas made at every forward
@@ -112,15 +111,12 @@ class Started:
 @pytest.mark.parametrize("training", [True, False])
 def test_slower_than_one_device(reference, monkeypatch, training):
     """facebookresearch/fairseq#34, #5421, #3917, #28212, #28275, dmlc/dgl#838, Lyken17/Efficient-PyTorch#19."""
-    network = on("sim:0", mlp)
-    x = torch.randn(4, 3, device="sim:0")
-    started = Started(monkeypatch)
-    theirs, ours = reference.DataParallel(network, [0, 1]), lockstep.DataParallel(network, [0, 1])
+    network, x, started = on("sim:0", mlp), rows(), Started(monkeypatch)
+    theirs, ours = wrapped(network, reference)
     with torch.set_grad_enabled(training):
         for _ in range(3):
             theirs(x)
-        assert started.threads == 3 * 2
-        assert started.replicas == 3 * 2 * len(list(network.modules()))
+        assert (started.threads, started.replicas) == (3 * 2, 3 * 2 * len(list(network.modules())))
         ours(x)
         started.threads = started.replicas = 0
         for _ in range(3):
@@ -167,27 +163,19 @@ def test_the_first_device_holds_all_outputs(reference, sim):
     outputs, parameters = 32 * 1000 * 4, 2 * 1000 * 4
 
     def arriving(step):
-        for p in network.parameters():
-            p.grad = None
+        network.zero_grad()
         step()
         sim.reset_copies()
         step()
-        return sim.copies()["sim:1", "sim:0"].bytes
+        return sim.copies()["sim:1", "sim:0"].bytes, gradients(network)
 
-    theirs, ours = reference.DataParallel(network, [0, 1]), lockstep.DataParallel(network, [0, 1])
+    theirs, ours = wrapped(network, reference)
     on_first = target.to("sim:0")
-    assert arriving(lambda: F.mse_loss(theirs(x), on_first).backward()) >= outputs
-    expected = [g / 2 for g in grads(network)]
-    assert arriving(lambda: ours.step(F.mse_loss, x, target)) < 2 * parameters
-    for got, want in zip(grads(network), expected, strict=True):
-        torch.testing.assert_close(got / 2, want)
-
-
-def test_outputs_may_stay_where_they_are(sim):
-    """And the loss may be taken there: the same threads."""
-    parallel = lockstep.DataParallel(on("sim:0", mlp), [0, 1], gather_outputs=False)
-    outputs = parallel(torch.randn(5, 3))
-    assert [(str(o.device), len(o)) for o in outputs] == [("sim:0", 3), ("sim:1", 2)]
+    theirs_bytes, expected = arriving(lambda: F.mse_loss(theirs(x), on_first).backward())
+    ours_bytes, found = arriving(lambda: ours.step(F.mse_loss, x, target))
+    assert theirs_bytes >= outputs
+    assert ours_bytes < 2 * parameters
+    same(found, expected)
 
 
 def test_the_first_device_may_take_fewer_rows(sim):
@@ -199,67 +187,33 @@ def test_the_first_device_may_take_fewer_rows(sim):
 # ------------------------------------------------------------------------- what replicas have and are
 
 
-class Asking(nn.Module):
-    """Asks for its own parameters in forward, as many models do for their dtype and device."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        parameter = next(self.parameters())
-        assert len(self.state_dict()) == 2
-        assert parameter.device == x.device
-        return self.linear(x.to(parameter.dtype))
+BROKEN = {
+    "asks for its parameters": (StopIteration, None),
+    "a list of layers, and a method": (RuntimeError, "same device"),
+}
 
 
-def test_parameters_of_a_replica(reference):
+@pytest.mark.parametrize(("name", "error", "words"), [(name, *theirs) for name, theirs in BROKEN.items()])
+def test_modules_that_use_their_own_parameters(reference, name, error, words):
     """#38493, #40457, #49828, #74426, huggingface/transformers#10215, espnet/espnet#2169, lucidrains/BS-RoFormer#25."""
-    network = on("sim:0", Asking)
-    x = torch.randn(4, 3, device="sim:0")
-    with pytest.raises(StopIteration):
-        reference.DataParallel(network, [0, 1])(x)
+    network = on("sim:0", STRUCTURES[name])
+    theirs, ours = wrapped(network, reference)
+    with pytest.raises(error, match=words):
+        theirs(rows())
     assert not list(reference.replicate(network, [0, 1])[1].parameters())
-    assert_trains_as_on_one_device(network, lockstep.DataParallel(network, [0, 1]), x)
+    trains_as_alone(network, ours, rows())
 
 
-class Lists(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList([torch.randn(3, 3), torch.randn(3, 3)])
-        self.gains = nn.ParameterDict({"a": torch.ones(3), "b": torch.full((3,), 2.0)})
-
-    def forward(self, x):
-        assert (len(self.weights), list(self.gains)) == (2, ["a", "b"])
-        for weight in self.weights:
-            x = x @ weight
-        return x * self.gains["a"] + x * self.gains["b"]
+NORMS = ["weight_norm", "legacy weight_norm", "spectral_norm", "legacy spectral_norm"]
 
 
-def normalised():
-    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), parametrizations.weight_norm(nn.Linear(4, 2)))
-
-
-def legacy_weight_norm():
-    with pytest.warns(FutureWarning, match="deprecated"):
-        return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2)))
-
-
-def spectral():
-    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 2))).eval()
-
-
-def legacy_spectral_norm():
-    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2))).eval()
-
-
-@pytest.mark.parametrize("make", [Lists, normalised, legacy_weight_norm, spectral, legacy_spectral_norm])
-@pytest.mark.parametrize("which", ["theirs", "ours"])
-def test_parameter_lists_and_norms(reference, which, make):
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("name", ["ParameterList and ParameterDict", *NORMS])
+def test_parameter_lists_and_norms(reference, name):
     """#36035, #42327, #40589 (fixed there), #2720, #7568, #11476 (works there): regressions would show here."""
-    network = make().to("sim:0")
-    parallel = (reference if which == "theirs" else lockstep).DataParallel(network, [0, 1])
-    assert_trains_as_on_one_device(network, parallel, torch.randn(4, 3, device="sim:0"))
+    network = on("sim:0", STRUCTURES[name])
+    for parallel in wrapped(network, reference):
+        trains_as_alone(network, parallel, rows())
 
 
 def test_rnn_weights_of_a_replica_are_others_at_every_step(reference):
@@ -281,99 +235,56 @@ def test_rnn_weights_of_a_replica_are_others_at_every_step(reference):
     assert all(w is p for w, p in zip(ours[0]._flat_weights, ours[0].parameters(), strict=True))
 
 
-class Counter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.forwards, self.cache = 0, None
-
-    def forward(self, x):
-        self.forwards += 1
-        self.cache = x.detach()
-        return self.linear(x)
-
-
 def test_state_that_forward_sets_is_lost(reference):
     """#11476, #42478, and a warning in the docstring of torch.nn.DataParallel."""
-    network = on("sim:0", Counter)
-    x = torch.randn(4, 3, device="sim:0")
-    theirs, ours = reference.DataParallel(network, [0, 1]), lockstep.DataParallel(network, [0, 1])
+
+    def forward(m, x):
+        m.forwards, m.cache = m.forwards + 1, x.detach()
+        return m.linear(x)
+
+    network, x = Applying(forward, forwards=0, cache=None).to("sim:0"), rows()
+    theirs, ours = wrapped(network, reference)
     for _ in range(3):
         theirs(x)
     assert (network.forwards, network.cache) == (0, None)
     for _ in range(3):
         ours(x)
+    for replica, own in zip(ours.replicate(network, [0, 1]), x.chunk(2), strict=True):
+        assert replica.forwards == 3
+        assert torch.equal(replica.cache.cpu(), own.cpu())
     assert network.forwards == 3
-    assert torch.equal(network.cache, x[:2])
-    other = ours.replicate(network, [0, 1])[1]
-    assert other.forwards == 3
-    assert torch.equal(other.cache.cpu(), x[2:].cpu())
 
 
 def test_hooks_are_shared_among_replicas(reference):
     """#128272, #42478: a hook that a replica registers in its forward."""
 
-    class Hooking(nn.Linear):
-        def forward(self, x):
-            self.register_forward_hook(lambda m, a, y: y * 2)
-            return super().forward(x)
+    def forward(m, x):
+        m.linear.register_forward_hook(lambda m, a, y: y * 2)
+        return m.linear(x)
 
-    def hooks(replicas):
-        for replica in replicas:
-            replica(torch.ones(1, 3, device=replica.weight.device))
-        return [len(replica._forward_hooks) for replica in replicas]
-
-    network = on("sim:0", Hooking, 3, 2)
-    assert hooks(reference.replicate(network, [0, 1])) == [2, 2]
-    assert len(network._forward_hooks) == 2
-    network = on("sim:0", Hooking, 3, 2)
-    replicas = replicate(network, [0, 1])
-    assert hooks(replicas) == [1, 1]
-    assert len(network._forward_hooks) == 0
-
-
-class Listing(nn.Module):
-    """Keeps its layers in a plain list, too, and a method of one."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 2)
-        self.layers, self.last = [self.one], self.two.forward
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.last(x)
-
-
-def test_lists_of_layers_and_bound_methods_use_the_weights_of_the_network(reference):
-    """Kin of #74426."""
-    network = on("sim:0", Listing)
-    x = torch.randn(4, 3, device="sim:0")
-    with pytest.raises(RuntimeError, match="same device"):
-        reference.DataParallel(network, [0, 1])(x)
-    assert_trains_as_on_one_device(network, lockstep.DataParallel(network, [0, 1]), x)
+    for replicate_, of_each, of_network in ((reference.replicate, 2, 2), (replicate, 1, 0)):
+        network = Applying(forward).to("sim:0")
+        replicas = replicate_(network, [0, 1])
+        for replica, device in zip(replicas, ("sim:0", "sim:1"), strict=True):
+            replica(rows(1, device))
+        assert [len(replica.linear._forward_hooks) for replica in replicas] == [of_each] * 2
+        assert len(network.linear._forward_hooks) == of_network
 
 
 def test_deepcopy_in_forward(reference):
     """#33785."""
 
-    class Copying(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 2)
+    def forward(m, x):
+        twin = copy.deepcopy(m)
+        assert all(p.is_leaf for p in twin.parameters())
+        with torch.no_grad():
+            return m.linear(x) + 0 * twin.linear(x)
 
-        def forward(self, x):
-            twin = copy.deepcopy(self)
-            assert all(p.is_leaf for p in twin.parameters())
-            with torch.no_grad():
-                return self.linear(x) + 0 * twin.linear(x)
-
-    network = on("sim:0", Copying)
-    x = torch.randn(4, 3, device="sim:0")
+    network, x = Applying(forward).to("sim:0"), rows()
+    theirs, ours = wrapped(network, reference)
     with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
-        reference.DataParallel(network, [0, 1])(x)
-    torch.testing.assert_close(lockstep.DataParallel(network, [0, 1])(x), network.linear(x).detach())
+        theirs(x)
+    torch.testing.assert_close(ours(x), network.linear(x).detach())
 
 
 # --------------------------------------------------------------------------------- inputs and outputs
@@ -398,26 +309,15 @@ class ModelOutput(OrderedDict):
                 self[name] = getattr(self, name)
 
 
-class Giving(nn.Module):
-    """Returns what a function makes of the linear layer's output."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.linear, self.make = nn.Linear(3, 2), make
-
-    def forward(self, x):
-        return self.make(self.linear(x))
-
-
 def both(reference, make, **options):
     """The output of PyTorch's DataParallel, or its error; ours; and that of one device."""
-    network = on("sim:0", Giving, make)
-    x = torch.randn(4, 3, device="sim:0")
+    network, x = Applying(lambda m, x: make(m.linear(x))).to("sim:0"), rows()
+    theirs, ours = wrapped(network, reference, **options)
     try:
-        theirs = reference.DataParallel(network, [0, 1], **options)(x)
+        found = theirs(x)
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
-        theirs = error
-    return theirs, lockstep.DataParallel(network, [0, 1], **options)(x), network(x)
+        found = error
+    return found, ours(x), network(x)
 
 
 def test_dataclasses(reference):
@@ -454,25 +354,13 @@ def test_outputs_without_dimensions(reference):
     with pytest.warns(UserWarning, match="Was asked to gather along dimension 0"):
         theirs, ours, _ = both(reference, lambda y: y.mean())
     assert theirs.shape == ours.shape == (2,)
+    network, x = Applying(lambda m, x: m.linear(x.t()).sum()).to("sim:0"), rows().t()
+    theirs, ours = wrapped(network, reference, dim=1)
+    with pytest.raises(IndexError):  # along another dim: an error there
+        theirs(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        parallel = lockstep.DataParallel(on("sim:0", Giving, lambda y: y.mean()), [0, 1])
-        assert parallel(torch.ones(4, 3)).shape == (2,)
-
-
-def test_outputs_without_dimensions_along_another_dim(reference):
-    """The same, with `dim=1`: an error there."""
-    x = torch.randn(3, 4, device="sim:0")
-
-    class Total(nn.Linear):
-        def forward(self, x):
-            return super().forward(x.t()).sum()
-
-    network = on("sim:0", Total, 3, 2)
-    with pytest.raises(IndexError):
-        reference.DataParallel(network, [0, 1], dim=1)(x)
-    ours = lockstep.DataParallel(network, [0, 1], dim=1)(x)
-    torch.testing.assert_close(ours.sum(), network(x))
+        torch.testing.assert_close(ours(x).sum(), network(x))
 
 
 def test_a_loss_without_dimensions_may_be_one_number():
@@ -486,58 +374,34 @@ def test_a_loss_without_dimensions_may_be_one_number():
 
 
 def test_an_odd_last_batch_leaves_devices_idle(reference):
-    """#15161, #31460, #16432, #52260, MIC-DKFZ/nnUNet#677, m-bain/frozen-in-time#23."""
-    x = torch.randn(9, 3, device="sim:0")
+    """#15161, #31460, #16432, #52260, MIC-DKFZ/nnUNet#677, m-bain/frozen-in-time#23.
+
+    9 rows on 4 devices are 3 chunks there, but a flag goes to all 4, and 3 rows beside a flag by position run on 3.
+    """
+    x = rows(9)
     assert [len(c) for c in reference.scatter(x, list(range(8)))] == [2, 2, 2, 2, 1]
     assert [len(c) for c in scatter(x, list(range(8)))] == [2, 1, 1, 1, 1, 1, 1, 1]
-
-
-class Flagged(nn.Linear):
-    def forward(self, x, flag=False):
-        y = super().forward(x)
-        return y if flag else y * 0
-
-
-def test_an_odd_last_batch_leaves_forward_without_its_argument(reference):
-    """The same threads: 9 rows on 4 devices are 3 chunks there, but the flag goes to all 4."""
-    network = on("sim:0", Flagged, 3, 2)
-    x = torch.randn(9, 3, device="sim:0")
+    network = Applying(lambda m, x, flag=False: m.linear(x) * flag).to("sim:0")
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         reference.DataParallel(network, [0, 1, 2, 3])(x, flag=True)
     torch.testing.assert_close(lockstep.DataParallel(network, [0, 1, 2, 3])(x, flag=True), network(x, flag=True))
-
-
-def test_fewer_rows_than_devices_beside_other_arguments(reference):
-    """The same threads: a flag by position, and 3 rows by keyword on 4 devices."""
-    x = torch.randn(3, 3, device="sim:0")
-    args, kwargs = reference.scatter_gather.scatter_kwargs((True,), {"x": x}, [0, 1, 2, 3])
+    args, kwargs = reference.scatter_gather.scatter_kwargs((True,), {"x": x[:3]}, [0, 1, 2, 3])
     assert (len(args), len(kwargs)) == (4, 3)
-    args, kwargs = scatter_kwargs((True,), {"x": x}, [0, 1, 2, 3])
+    args, kwargs = scatter_kwargs((True,), {"x": x[:3]}, [0, 1, 2, 3])
     assert args == ((True,),) * 3
-    assert torch.equal(torch.cat([k["x"].cpu() for k in kwargs]), x.cpu())
-
-
-def test_an_empty_last_batch(sim):
-    """#52260: no rows at all still run, on the first device."""
-    network = on("sim:0", mlp)
-    assert lockstep.DataParallel(network, [0, 1])(torch.empty(0, 3)).shape == (0, 2)
+    same([torch.cat([k["x"].cpu() for k in kwargs])], [x[:3]], rtol=0, atol=0)
+    assert lockstep.DataParallel(network, [0, 1])(x[:0]).shape == (0, 2)  # no rows at all run on the first device
 
 
 def test_rows_are_lost_where_sizes_differ(reference):
-    """Found while reading `zip(..., strict=False)` in PyTorch's scatter."""
-    inputs = {"a": torch.arange(5, device="sim:0"), "b": torch.arange(7, device="sim:0")}
-    theirs = reference.scatter(inputs, [0, 1, 2, 3])
-    assert sum(len(part["b"]) for part in theirs) < 7
+    """Found while reading `zip(..., strict=False)` in PyTorch's scatter; the last: plainly a row for each replica."""
+    five, seven, four = (torch.arange(count, device="sim:0") for count in (5, 7, 4))
+    for other in (seven, four):
+        theirs = reference.scatter({"a": five, "b": other}, [0, 1, 2, 3])
+        assert sum(len(part["b"]) for part in theirs) < len(other)
     with pytest.raises(LayoutError, match=r"inputs\['a'\] has size 5 there, and inputs\['b'\] has 7"):
-        scatter(inputs, [0, 1, 2, 3])
-
-
-def test_rows_are_lost_where_a_tensor_has_one_for_each_replica(reference):
-    """The same, where it is plain which replica gets which row."""
-    inputs = {"a": torch.arange(5, device="sim:0"), "b": torch.arange(4, device="sim:0")}
-    theirs = reference.scatter(inputs, [0, 1, 2, 3])
-    assert sum(len(part["b"]) for part in theirs) < 4
-    ours = scatter(inputs, [0, 1, 2, 3])
+        scatter({"a": five, "b": seven}, [0, 1, 2, 3])
+    ours = scatter({"a": five, "b": four}, [0, 1, 2, 3])
     assert [part["b"].tolist() for part in ours] == [[0], [1], [2], [3]]
     assert torch.cat([part["a"].cpu() for part in ours]).tolist() == [0, 1, 2, 3, 4]
 
@@ -547,31 +411,19 @@ def test_rows_are_lost_where_a_tensor_has_one_for_each_replica(reference):
 setting = contextvars.ContextVar("setting", default="unset")
 
 
-class State(nn.Module):
-    """Tells what its forward finds in its thread."""
+def settings(parallel_of):
+    """Return what the replicas' forwards see under a caller who has set everything."""
 
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.linear = nn.Linear(1, 1)
-        self.seen = []
-
-    def forward(self, x):
-        y = self.linear(x)
-        found = {
-            "autocast": str(y.dtype),
-            "cache": torch.is_autocast_cache_enabled(),
-            "inference": torch.is_inference_mode_enabled(),
-            "variable": setting.get(),
-            "default device": torch.ones(1).device.type,
-        }
-        self.seen.append(found)
+    def forward(m, x):
+        y = m.linear(x)
+        m.seen.append(("autocast", str(y.dtype)))
+        m.seen.append(("cache", str(torch.is_autocast_cache_enabled())))
+        m.seen.append(("inference", str(torch.is_inference_mode_enabled())))
+        m.seen.append(("variable", setting.get()))
+        m.seen.append(("default device", torch.ones(1).device.type))
         return y.float()
 
-
-def settings(parallel):
-    """Return what the replicas' forwards see under a caller who has set everything."""
-    x = torch.ones(2, 1, device="sim:0")
+    parallel, x = parallel_of(Applying(forward, seen=[]).to("sim:0"), [0, 1]), rows(2)
     token = setting.set("set")
     try:
         with torch.autocast("sim", torch.bfloat16, cache_enabled=False), torch.device("meta"):
@@ -580,18 +432,17 @@ def settings(parallel):
             parallel(x)
     finally:
         setting.reset(token)
-    seen = parallel.module.seen
-    return {(name, str(value)) for found in seen for name, value in found.items()}
+    return set(parallel.module.seen)
 
 
 def test_the_callers_settings_are_not_those_of_the_replicas(reference):
     """#50170, #105682, #125186, #115917: bfloat16 autocast becomes float16, and other settings get lost."""
     asked = {("autocast", "torch.bfloat16"), ("cache", "False"), ("inference", "True"), ("variable", "set")}
     asked |= {("default device", "meta")}
-    theirs = settings(reference.DataParallel(on("sim:0", State, "sim"), [0, 1]))
+    theirs = settings(reference.DataParallel)
     assert not asked & theirs
     assert ("autocast", "torch.float32") in theirs  # only CUDA's is looked at, and that without its dtype
-    ours = settings(lockstep.DataParallel(on("sim:0", State, "sim"), [0, 1]))
+    ours = settings(lockstep.DataParallel)
     assert asked <= ours
     assert ("variable", "unset") not in ours
     assert {("autocast", "torch.float16"), ("default device", "cpu")} & ours == {("default device", "cpu")}
@@ -637,23 +488,22 @@ def test_connections_that_deliver_something_else(reference, sim, untried_connect
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once
-        assert_trains_as_on_one_device(network, parallel, x)
+        trains_as_alone(network, parallel, x)
 
 
 def test_devices_other_than_cuda(reference):
     """#143239, #69966, intel/torch-xpu-ops#2706, flagos-ai/Torch-FL#384, ahayler/s4c#6: nothing runs on the CPU."""
     network, x = mlp(), torch.randn(5, 3)
-    with pytest.raises((ValueError, RuntimeError, AssertionError)):
-        reference.DataParallel(network, CPU)
-    with pytest.raises((ValueError, RuntimeError, AssertionError)):
-        reference.replicate(network, CPU)
-    with pytest.raises((ValueError, RuntimeError, AssertionError)):
-        reference.scatter(x, CPU)
-    with pytest.raises((ValueError, RuntimeError, AssertionError)):
-        reference.gather([x, x], "cpu")
-    with pytest.raises((ValueError, RuntimeError, AssertionError)):
-        reference.parallel_apply([network, network], [x, x], devices=CPU)
-    assert_trains_as_on_one_device(network, lockstep.DataParallel(network, CPU), x)
+    for call in (
+        lambda: reference.DataParallel(network, CPU),
+        lambda: reference.replicate(network, CPU),
+        lambda: reference.scatter(x, CPU),
+        lambda: reference.gather([x, x], "cpu"),
+        lambda: reference.parallel_apply([network, network], [x, x], devices=CPU),
+    ):
+        with pytest.raises((ValueError, RuntimeError, AssertionError)):
+            call()
+    trains_as_alone(network, lockstep.DataParallel(network, CPU), x)
     outputs = parallel_apply(replicate(network, CPU), scatter(x, CPU), devices=CPU)
     torch.testing.assert_close(lockstep.local.gather(outputs, "cpu"), network(x))
 
@@ -665,7 +515,7 @@ def test_an_accelerator_that_no_compiled_code_knows(sim):
     if not hasattr(torch._C, "_scatter"):
         with pytest.raises(AttributeError, match="_scatter"):
             torch.nn.DataParallel(network, [0, 1])(x)
-    assert_trains_as_on_one_device(network, lockstep.DataParallel(network, [0, 1]), x)
+    trains_as_alone(network, lockstep.DataParallel(network, [0, 1]), x)
 
 
 # -------------------------------------------------------------------- gradients of gradients, compiling
@@ -675,35 +525,21 @@ def test_an_accelerator_that_no_compiled_code_knows(sim):
 def test_gradient_penalty(reference, kind_of_devices):
     """#2467, #19024: gradients through a gradient, also through the scattered input and the gathered output.
 
-    PyTorch's Python half of it is right today, as the first part of the test finds.
+    PyTorch's Python half of it is right today, as the last part of the test finds.
     """
     devices = CPU if kind_of_devices == "cpu" else ["sim:0", "sim:1"]
     network = on(devices[0], mlp)
-    x = torch.randn(5, 3, device=devices[0], requires_grad=True)
-
-    def penalised(module):
+    x = rows(5, devices[0]).requires_grad_()
+    modules, found = [network, lockstep.DataParallel(network, devices)], []
+    if kind_of_devices == "sim":
+        modules.append(reference.DataParallel(network, [0, 1]))
+    for module in modules:
         network.zero_grad()
         (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
         (gradient.norm(dim=1) - 1).square().mean().backward()
-        return grads(network)
-
-    expected = penalised(network)
-    wrappers = [lockstep.DataParallel(network, devices)]
-    if kind_of_devices == "sim":
-        wrappers.append(reference.DataParallel(network, [0, 1]))
-    for wrapper in wrappers:
-        for got, want in zip(penalised(wrapper), expected, strict=True):
-            torch.testing.assert_close(got, want)
-
-
-@pytest.fixture
-def compiler():
-    """Nothing compiled before, nothing left; the warnings that it hides from users are no errors."""
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        yield
-    torch._dynamo.reset()
+        found.append(gradients(network))
+    for got in found[1:]:
+        same(got, found[0])
 
 
 def test_replicas_of_a_compiled_module(reference, compiler):

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 from functools import partial
 
 import pytest
@@ -22,6 +21,8 @@ from lockstep import DataParallel
 from lockstep.errors import DeviceError, NotReplicableError
 from lockstep.local import Event, ReplicaSet, data_parallel, shared
 from processes import output_of
+from programs.networks import Applying
+from programs.one_device import gradients, same, same_gradients
 
 
 class Net(nn.Module):
@@ -59,32 +60,30 @@ def mean_square(output, target=0.0):
 # ----------------------------------------------------------------------------------------- phases
 
 
-@pytest.mark.parametrize("phase", ["scatter", "replicate", "parallel_apply", "gather"])
-def test_a_subclass_overrides_a_phase(devices, first, x, phase):
-    calls = []
-
+def phase_of(kind, phase, calls):
     def override(self, *args):
         calls.append(args)
         return getattr(DataParallel, phase)(self, *args)
 
-    kind = type("Custom", (DataParallel,), {phase: override})
+    return type(kind.__name__, (kind,), {phase: override})
+
+
+def test_a_subclass_overrides_each_phase(devices, first, x):
+    kind, calls = DataParallel, {name: [] for name in ("scatter", "replicate", "parallel_apply", "gather")}
+    for name, found in calls.items():
+        kind = phase_of(kind, name, found)
     parallel = kind(Net().to(first), devices(2))
     torch.testing.assert_close(parallel(x), parallel.module(x))
-    (args,) = calls
     ids = parallel.device_ids
-    if phase == "scatter":
-        assert args == ((x,), {}, ids)
-    elif phase == "replicate":
-        assert args == (parallel.module, ids)
-    elif phase == "parallel_apply":
-        replicas, inputs, kwargs = args
-        assert replicas[0] is parallel.module
-        assert [len(share) for (share,) in inputs] == [3, 2]
-        assert list(kwargs) == [{}, {}]
-    else:
-        outputs, target = args
-        assert [len(output) for output in outputs] == [3, 2]
-        assert target == parallel.output_device
+    assert calls["scatter"] == [((x,), {}, ids)]
+    assert calls["replicate"] == [(parallel.module, ids)]
+    ((replicas, inputs, kwargs),) = calls["parallel_apply"]
+    assert replicas[0] is parallel.module
+    assert [len(share) for (share,) in inputs] == [3, 2]
+    assert list(kwargs) == [{}, {}]
+    ((outputs, target),) = calls["gather"]
+    assert [len(output) for output in outputs] == [3, 2]
+    assert target == parallel.output_device
 
 
 def test_what_a_phase_returns_is_used(devices, first, x):
@@ -189,52 +188,21 @@ def test_modes_and_hooks_of_the_wrapper(parallel, x):
     assert [name for name, _ in parallel.named_parameters()] == ["module.body.weight", "module.body.bias"]
 
 
-def test_the_first_replica_is_the_module(devices, first):
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.calls = 0
-            self.register_buffer("rows", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls += 1
-            self.rows += len(x)
-            self.last = x.detach()
-            return x
-
-    module = Counting().to(first)
-    parallel = DataParallel(module, devices(2))
-    for count in (1, 2, 3):
-        parallel(torch.ones(5, 1, device=first))
-        assert module.calls == count
-        assert module.rows == 3 * count
-        assert len(module.last) == 3
-
-
-class Follower(nn.Module):
-    """A layer, and an average of its weights, which each forward takes a step further."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.average = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
-
-    @torch.no_grad()
-    def follow(self):
-        for mean, weight in zip(self.average.parameters(), self.layer.parameters(), strict=True):
-            mean.lerp_(weight, 0.5)
-
-    def forward(self, x):
-        self.follow()
-        return self.layer(x) - self.average(x)
-
-
 def test_what_forward_writes_to_a_parameter_the_replicas_after_it_see(x):
     """So an average is taken once for each replica, and what is the same twice is as on one device."""
-    module = Follower()
+
+    def follows(m, x):
+        """A layer, and an average of its weights, which each forward takes a step further."""
+        with torch.no_grad():
+            for mean, weight in zip(m.average.parameters(), m.linear.parameters(), strict=True):
+                mean.lerp_(weight, 0.5)
+        return m.linear(x) - m.average(x)
+
+    module = Applying(follows, (4, 3), average=nn.Linear(4, 3).requires_grad_(False))
     alone = copy.deepcopy(module)
     DataParallel(module, ["cpu", "cpu"])(x)
-    alone.follow()
-    alone.follow()
+    alone(x.cpu())
+    alone(x.cpu())
     assert torch.equal(module.average.weight, alone.average.weight)
     words = nn.Embedding(20, 4, max_norm=0.5)
     alone = copy.deepcopy(words)
@@ -368,26 +336,18 @@ def test_a_state_that_does_not_fit_is_refused(parallel):
 
 
 def test_inside_another_module(devices, first, x):
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.head = DataParallel(Net().to(first), devices(2)), nn.Linear(3, 2).to(first)
+    def make():
+        return nn.Sequential(DataParallel(Net().to(first), devices(2)), nn.Linear(3, 2).to(first))
 
-        def forward(self, x):
-            return self.head(self.inner(x))
-
-    outer, other = Outer(), Outer()
-    assert [name for name in outer.state_dict() if name.startswith("inner.")] == [
-        "inner.module.offset",
-        "inner.module.body.weight",
-        "inner.module.body.bias",
-    ]
+    outer, other = make(), make()
+    names = ["module.offset", "module.body.weight", "module.body.bias"]
+    assert [name for name in outer.state_dict() if name.startswith("0.")] == [f"0.{name}" for name in names]
     other.load_state_dict(outer.state_dict())
     torch.testing.assert_close(other(x), outer(x))
     outer(x).sum().backward()
-    assert outer.inner.module.body.weight.grad is not None
+    assert outer[0].module.body.weight.grad is not None
     twin = copy.deepcopy(outer)
-    nn.init.zeros_(outer.inner.module.body.weight)
+    nn.init.zeros_(outer[0].module.body.weight)
     torch.testing.assert_close(twin(x), other(x))
 
 
@@ -419,17 +379,6 @@ def test_copies(devices, first, x, how, used):
     twin(x).sum().backward()
     assert twin.module.body.bias.grad.tolist() == [5, 5, 5]
     assert parallel.module.body.bias.grad is None
-
-
-def test_a_module_that_was_replicated_copies_without_its_replicas(devices, first, x):
-    net = Net().to(first)
-    before = len(pickle.dumps(net))
-    data_parallel(net, x, devices(2))
-    assert len(pickle.dumps(net)) < before + 200
-    for twin in (copy.deepcopy(net), copy.copy(net)):
-        twin.body = nn.Linear(4, 3).to(first)
-        torch.testing.assert_close(data_parallel(twin, x, devices(2)), twin(x))
-        torch.testing.assert_close(data_parallel(net, x, devices(2)), net(x))
 
 
 def test_moving_and_retyping_the_wrapper(devices, first, x):
@@ -518,6 +467,17 @@ def test_labels_in_the_profiler(parallel, x):
 # ------------------------------------------------------------------------------------------ devices
 
 
+def test_unbalanced_devices_are_named_once(sim):
+    """For whoever calls; which ones are, in test_devices.py."""
+    sim.set_properties(2, total_memory=11 << 30)
+    with pytest.warns(UserWarning, match="imbalance between your devices") as record:
+        DataParallel(Net().to("sim:0"), [0, 1, 2])
+    (warning,) = record
+    assert warning.filename == __file__
+    sim.set_properties(1, total_memory=12 << 30, multi_processor_count=48)  # a quarter less is not
+    DataParallel(Net().to("sim:0"), [0, 1])
+
+
 @pytest.mark.parametrize("ids", [["cpu"] * 4, ["sim:1", "sim:1"], [0, 1, 0, 1]])
 def test_a_device_may_stand_in_the_list_more_than_once(sim, ids):
     net = Net().to(ids[0])
@@ -532,28 +492,6 @@ def test_a_device_may_stand_in_the_list_more_than_once(sim, ids):
     torch.testing.assert_close(output, net(x))
     output.sum().backward()
     assert net.body.bias.grad.tolist() == [7, 7, 7]
-
-
-@pytest.mark.parametrize(
-    ("properties", "noun"), [({"total_memory": 11 << 30}, "memory"), ({"multi_processor_count": 40}, "processors")]
-)
-def test_unbalanced_devices_are_named_once(sim, properties, noun):
-    sim.set_properties(2, **properties)
-    with pytest.warns(UserWarning, match="imbalance between your devices") as record:
-        DataParallel(Net().to("sim:0"), [0, 1, 2])
-    (warning,) = record
-    value = next(iter(properties.values()))
-    assert f"sim:2 has {value} and sim:0 has" in str(warning.message)
-    assert f"({noun})" in str(warning.message)
-    assert warning.filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DataParallel(Net().to("sim:0"), [0, 1])
-
-
-def test_devices_that_differ_by_a_quarter_are_balanced(sim):
-    sim.set_properties(1, total_memory=12 << 30, multi_processor_count=48)
-    DataParallel(Net().to("sim:0"), [0, 1])
 
 
 NO_ACCELERATOR = """
@@ -642,10 +580,6 @@ class CountsLinear(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def traced(model, x):
-    return torch.jit.trace(model, (x,), check_trace=False)(2 * x)
-
-
 def forward_mode(model, x):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x + 1))).tangent
@@ -653,7 +587,7 @@ def forward_mode(model, x):
 
 RECORDED = {
     "make_fx": lambda model, x: make_fx(model)(x)(2 * x),
-    "jit.trace": traced,
+    "jit.trace": lambda model, x: torch.jit.trace(model, (x,), check_trace=False)(2 * x),
     "export": lambda model, x: torch.export.export(model, (x,)).module()(2 * x),
     "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module()(2 * x),
     "func.grad": lambda model, x: torch.func.grad(lambda x: model(x).square().sum())(x),
@@ -664,29 +598,17 @@ RECORDED = {
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and the profiler's labels are ignored in an export
-@pytest.mark.parametrize("record", RECORDED.values(), ids=RECORDED)
-def test_what_records_the_caller_records_the_module_as_it_is(record):
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_records_the_caller_records_the_module_as_it_is(name):
     module, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(6, 4)
-    parallel = DataParallel(module, ["cpu", "cpu"])
-    torch.testing.assert_close(record(parallel, x), record(module, x))
-    with parallel.timeline() as events:
+    parallel, expected = DataParallel(module, ["cpu", "cpu"]), RECORDED[name](module, x)
+    torch.testing.assert_close(RECORDED[name](parallel, x), expected)
+    with parallel.timeline() as events, torch.device("cpu"):  # which records nothing
         parallel(x)
     assert sum(event.phase == "forward" for event in events) == 2
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, in the first forward mode
-@pytest.mark.parametrize("name", [name for name in RECORDED if name not in ("jit.trace", "export", "strict export")])
-def test_what_records_the_caller_of_the_function(name):
-    module, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(6, 4)
-    got = RECORDED[name](lambda x: data_parallel(module, x, ["cpu", "cpu"]), x)
-    torch.testing.assert_close(got, RECORDED[name](module, x))
-
-
-def test_a_default_device_records_nothing():
-    parallel = DataParallel(Net(), ["cpu", "cpu"])
-    with torch.device("cpu"), parallel.timeline() as events:
-        parallel(torch.ones(5, 4))
-    assert sum(event.phase == "forward" for event in events) == 2
+    if name not in ("jit.trace", "export", "strict export"):
+        got = RECORDED[name](lambda x: data_parallel(module, x, ["cpu", "cpu"]), x)
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("step", [False, True])
@@ -715,37 +637,27 @@ def test_step_leaves_no_reference_cycles(parallel, x):
     assert gc.collect() == 0
 
 
-class Masked(nn.Module):
-    """Mixes rows' positions through a mask that all rows share, and divides by a count that each replica has."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x, mask, count=None):
-        assert isinstance(mask, torch.Tensor)
-        out = (mask @ self.linear(x)).tanh()
-        return out if count is None else out / count
-
-
 @pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu", "cpu"]], ids=["none", "one", "two"])
 def test_a_shared_mask_and_a_count_for_each_device_give_what_one_device_gives(devices, monkeypatch):
+    """The mask mixes rows' positions, and all rows share it."""
     monkeypatch.setattr("lockstep._base.devices.all_accelerators", list)
-    plain, x, mask = Masked(), torch.randn(6, 3, 3), torch.randn(3, 3).tril()
+
+    def forward(m, x, mask, count=None):
+        assert isinstance(mask, torch.Tensor)
+        out = (mask @ m.linear(x)).tanh()
+        return out if count is None else out / count
+
+    plain, x, mask = Applying(forward, (3, 3)), torch.randn(6, 3, 3), torch.randn(3, 3).tril()
     plain(x, mask).pow(2).mean().backward()
-    expected = [p.grad.clone() for p in plain.parameters()]
+    expected, parallel = gradients(plain), DataParallel(plain, devices)
     plain.zero_grad()
-    parallel = DataParallel(plain, devices)
     counts = torch.ones(len(devices)) if devices and len(devices) > 1 else None
     parallel(x, shared(mask), count=counts).pow(2).mean().backward()
-    for parameter, grad in zip(plain.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)
+    same(gradients(plain), expected)
     plain.zero_grad()
-    parallel.step(lambda out, target: (out - target).pow(2).mean(), x, shared(mask), torch.zeros(6, 3, 3))
-    for parameter, grad in zip(plain.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)
-    out = data_parallel(plain, (x, shared(mask)), devices)
-    torch.testing.assert_close(out, plain(x, mask))
+    parallel.step(mean_square, x, shared(mask), torch.zeros(6, 3, 3))
+    same(gradients(plain), expected)
+    torch.testing.assert_close(data_parallel(plain, (x, shared(mask)), devices), plain(x, mask))
 
 
 @pytest.mark.parametrize("before", [nn.Sigmoid, partial(nn.Linear, 4, 4)], ids=["saves its output", "does not"])
@@ -755,8 +667,7 @@ def test_a_first_layer_that_writes_in_place_after_another_data_parallel(devices,
     expected = copy.deepcopy(nn.Sequential(one, nn.Threshold(0.4, 0.1), other[1]))
     DataParallel(other, devices(2))(DataParallel(one, devices(2))(x)).square().sum().backward()
     expected(x).square().sum().backward()
-    for parameter, reference in zip([*one.parameters(), *other.parameters()], expected.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, reference.grad)
+    same_gradients(nn.Sequential(one, other), expected, 1.3e-6, 1e-5)
 
 
 def test_a_call_does_not_ask_again_which_accelerators_there_are(sim, monkeypatch):
