@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep import DataParallel
 from lockstep.local import data_parallel, replicate
+from programs.networks import Applying
 
 
 def counts():
@@ -121,31 +122,24 @@ def test_outputs_that_live_on_do_not_keep_earlier_graphs(parallel, first):
     assert [graph() for graph in graphs] == [None] * 10
 
 
-class Failing(nn.Module):
-    """Fails with a large tensor at hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.made: list[weakref.ref[torch.Tensor]] = []
-
-    def forward(self, x):
-        large = torch.zeros(1000, device=x.device)
-        self.made.append(weakref.ref(large))
-        raise ValueError("no more memory")
-
-
 @pytest.mark.parametrize("use_step", [False, True])
 def test_a_failure_frees_its_tensors_with_the_exception(devices, first, use_step):
     """Not when the cycle collector runs: a retry with a smaller batch needs the memory."""
-    net = Failing()
-    parallel, x = DataParallel(net, devices(3)), torch.randn(6, 2).to(first)
+    found = []
+
+    def forward(m, x):
+        large = torch.zeros(1000, device=x.device)
+        found.append(weakref.ref(large))
+        raise ValueError("no more memory")
+
+    parallel, x = DataParallel(Applying(forward).to(first), devices(3)), torch.randn(6, 2).to(first)
     gc.collect()
     gc.disable()
     try:
         with pytest.raises(ValueError, match="no more memory") as caught:
             parallel.step(lambda output: output.mean(), x) if use_step else parallel(x)
         del caught
-        assert [made() for made in net.made] == [None] * 3
+        assert [large() for large in found] == [None] * 3
     finally:
         gc.enable()
 

@@ -8,27 +8,19 @@ from torch import nn
 
 import lockstep
 from lockstep.local import replicate
+from programs.networks import Applying
 from tensor_classes import Attributed, Marked, Opaque, Packed, Quantised, State
 
 
-class Sees(nn.Module):
-    """A layer that tells what it finds."""
-
-    def __init__(self, weight, buffer=None):
-        super().__init__()
-        self.weight = weight
-        self.register_buffer("table", buffer)
-        self.linear = nn.Linear(2, 1)
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append((type(self.weight), getattr(self.weight, "no_decay", None)))
-        return self.linear(x)
+def holding(weight, buffer=None):
+    network = Applying(weight=weight, sizes=(2, 1))
+    network.register_buffer("table", buffer)
+    return network
 
 
 @pytest.mark.parametrize("make", [nn.Parameter, Marked, Quantised, lambda t: nn.Parameter(t.as_subclass(Attributed))])
 def test_trained_parameters_keep_their_class_and_attributes(make, devices, first):
-    network = Sees(make(torch.ones(2, 2)).requires_grad_()).to(first)
+    network = holding(make(torch.ones(2, 2)).requires_grad_()).to(first)
     network.weight.no_decay = True
     places = devices(2)
     for replica in replicate(network, places):
@@ -46,7 +38,7 @@ def test_trained_parameters_keep_their_class_and_attributes(make, devices, first
 
 
 def test_attributes_that_a_replica_writes_are_not_the_networks():
-    network = Sees(nn.Parameter(torch.ones(2)))
+    network = holding(nn.Parameter(torch.ones(2)))
     network.weight.calls = 0
     replicate(network, ["cpu"] * 2)[1].weight.calls += 1
     assert network.weight.calls == 0
@@ -67,7 +59,7 @@ def frozen(kind):
 
 @pytest.mark.parametrize("kind", ["packed", "quantised", "marked", "float8", "uint16", "opaque", "sparse"])
 def test_frozen_parameters_of_any_class(kind):
-    network = Sees(frozen(kind))
+    network = holding(frozen(kind))
     network.weight.no_decay = True
     wrapper = lockstep.DataParallel(network, ["cpu"] * 3)
     for _ in range(2):
@@ -85,7 +77,7 @@ def test_frozen_parameters_of_any_class(kind):
 
 def test_frozen_parameters_of_any_class_on_other_devices(sim):
     for kind in ("packed", "quantised", "marked"):
-        network = Sees(frozen(kind)).to("sim:0")
+        network = holding(frozen(kind)).to("sim:0")
         if kind == "quantised":
             nested = State(torch.ones(1, device="sim:0"))
             state = State(torch.full((2,), 7.0, device="sim:0"), nested=nested)
@@ -112,7 +104,7 @@ BUFFERS = {
 
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_buffers_keep_their_class_and_attributes(kind):
-    network = Sees(nn.Parameter(torch.ones(1)), BUFFERS[kind]())
+    network = holding(nn.Parameter(torch.ones(1)), BUFFERS[kind]())
     network.table.origin = "here"
     for replica in replicate(network, ["cpu"] * 2):
         assert type(replica.table) is type(network.table)

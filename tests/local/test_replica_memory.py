@@ -7,85 +7,61 @@ from torch import nn
 from lockstep import DataParallel
 from lockstep.errors import NotReplicableError
 from lockstep.local import ReplicaSet
+from programs.networks import Applying
 
 
-class Scaled(nn.Module):
+def resizing(elements):
     """Gives its scale the size of the input's rows when it first sees some, in place, as quantizers do."""
 
-    def __init__(self, elements):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(elements))
-        self.register_buffer("rest", torch.full((100,), 3.0))
-        self.weight = nn.Parameter(torch.ones(()))
+    def forward(m, x):
+        if m.scale.numel() < x.shape[1]:
+            m.scale.resize_(x.shape[1]).fill_(2.0)
+        return x * m.scale * m.weight * m.rest.mean()
 
-    def forward(self, x):
-        if self.scale.numel() < x.shape[1]:
-            self.scale.resize_(x.shape[1]).fill_(2.0)
-        return x * self.scale * self.weight * self.rest.mean()
+    rest, weight = torch.full((100,), 3.0), nn.Parameter(torch.ones(()))
+    return Applying(forward, scale=torch.ones(elements), rest=rest, weight=weight)
 
 
 @pytest.mark.parametrize(("kind", "elements"), [("cpu", 4), ("sim", 1), ("sim", 4)])
 def test_a_buffer_made_larger_in_place_is_refused_by_name(kind, elements, devices):
-    network = DataParallel(Scaled(elements).to(devices(1)[0]), device_ids=devices(2))
+    network = DataParallel(resizing(elements).to(devices(1)[0]), device_ids=devices(2))
     with pytest.raises(NotReplicableError, match=f"buffer scale .* in place, from {elements} elements to 64"):
         network(torch.ones(4, 64, device=devices(1)[0]))
 
 
-def test_a_vector_of_one_element_may_grow_on_the_cpu():
-    network = DataParallel(Scaled(1), device_ids=["cpu", "cpu"])
-    assert torch.equal(network(torch.ones(4, 64)), torch.full((4, 64), 6.0))
-
-
-def test_a_buffer_that_has_its_size_already_is_written_in_place(devices):
-    first, second = devices(2)
-    network = Scaled(1).to(first)
-    network(torch.ones(1, 64, device=first))
-    wrapped = DataParallel(network, device_ids=[first, second])
+@pytest.mark.parametrize("alone_first", [False, True])
+def test_a_buffer_that_has_its_size_already_is_written_in_place(devices, first, alone_first):
+    """On the CPU, a vector of one element may grow."""
+    network = resizing(1).to(first)
+    if alone_first or first.type != "cpu":
+        network(torch.ones(1, 64, device=first))
+    wrapped = DataParallel(network, device_ids=devices(2))
     assert torch.equal(wrapped(torch.ones(4, 64, device=first)), torch.full((4, 64), 6.0, device=first))
 
 
-class Dropping(nn.Module):
-    """Has no buffers after its first forward, and a larger one in the place of a third."""
-
-    def __init__(self):
-        super().__init__()
-        for name in "abc":
-            self.register_buffer(name, torch.ones(3))
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x):
-        if hasattr(self, "a"):
-            del self.a
-        self.b, self.c = None, torch.ones(30)
-        return self.layer(x)
-
-
 def test_forward_may_drop_and_replace_buffers():
-    network = Dropping()
-    wrapped = DataParallel(network, device_ids=["cpu", "cpu"])
-    x = torch.ones(4, 2)
+    """It has no buffers after its first forward, and a larger one in the place of a third."""
+
+    def forward(m, x):
+        if hasattr(m, "a"):
+            del m.a
+        m.b, m.c = None, torch.ones(30)
+        return m.linear(x)
+
+    network = Applying(forward, a=torch.ones(3), b=torch.ones(3), c=torch.ones(3))
+    wrapped, x = DataParallel(network, device_ids=["cpu", "cpu"]), torch.ones(4, 3)
     for _ in range(2):
-        assert torch.equal(wrapped(x), network.layer(x))
+        assert torch.equal(wrapped(x), network.linear(x))
 
 
-class Sliced(nn.Module):
-    """Has a mask that is a part of a larger buffer, as long as the input."""
+def test_forward_may_assign_a_larger_part_of_another_buffer(devices, first):
+    def forward(m, x):
+        m.mask = m.whole[: x.shape[1]]
+        return x * m.mask
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("whole", torch.ones(64))
-        self.register_buffer("mask", self.whole[:4])
-
-    def forward(self, x):
-        self.mask = self.whole[: x.shape[1]]
-        return x * self.mask
-
-
-@pytest.mark.parametrize("kind", ["cpu", "sim"])
-def test_forward_may_assign_a_larger_part_of_another_buffer(kind, devices):
-    first, second = devices(2)
-    x = torch.ones(4, 16, device=first)
-    assert torch.equal(DataParallel(Sliced().to(first), device_ids=[first, second])(x), x)
+    whole, x = torch.ones(64), torch.ones(4, 16, device=first)
+    network = Applying(forward, whole=whole, mask=whole[:4]).to(first)
+    assert torch.equal(DataParallel(network, device_ids=devices(2))(x), x)
 
 
 def test_copied_buffers_keep_order_values_and_versions_of_their_own():

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import DataParallel
 from lockstep.errors import OptionError
 from lockstep.local import SyncBatchNorm
+from programs.networks import Applying
+from programs.one_device import same, same_gradients
 
 IGNORED = -100
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
@@ -41,9 +43,8 @@ def beside_one_device(devices, loss_fn, target=LABELS, model=None, alone=None, *
     expected.backward()
     module = DataParallel(SyncBatchNorm.convert_sync_batchnorm(module), devices(3), split=SPLIT)
     loss = module.step(loss_fn, x, target, **options)
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
-    for one, other in zip(module.module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+    same([loss], [expected.detach()], 1e-12, 1e-12)
+    same_gradients(module, plain)
 
 
 def likelihood(output, target):
@@ -125,32 +126,25 @@ def test_a_mean_whose_divisor_the_program_says(devices, model, on):
     assert seen == [part.tolist() for part in LABELS.split(SPLIT)]
 
 
-class WithLoss(nn.Module):
-    """Returns its loss, as models of language do."""
-
-    def __init__(self, checkpointed):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.checkpointed = checkpointed
-
-    def loss(self, x, target):
-        return F.cross_entropy(self.layer(x), target)
-
-    def forward(self, given):
-        return checkpoint(self.loss, *given, use_reentrant=False) if self.checkpointed else self.loss(*given)
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_module_that_returns_its_loss(devices, first, checkpointed):
-    plain = WithLoss(checkpointed).double().to(first)
+    """As models of language do."""
+
+    def loss(m, x, target):
+        return F.cross_entropy(m.linear(x), target)
+
+    def forward(m, given):
+        return checkpoint(loss, m, *given, use_reentrant=False) if checkpointed else loss(m, *given)
+
+    plain = Applying(forward, (4, 3)).double().to(first)
     module, x, target = copy.deepcopy(plain), drawn(9, 4).to(first), LABELS.to(first)
     plain((x, target)).backward()
     parallel = DataParallel(module, devices(3), split=SPLIT)
     parallel.step(lambda loss: loss, (x, target))
-    torch.testing.assert_close(module.layer.weight.grad, plain.layer.weight.grad, rtol=1e-12, atol=1e-12)
+    same_gradients(module, plain)
     module.zero_grad()
     parallel.step(lambda loss: loss * 1, (x, target), weight=lambda given: labels_of(given[1]))
-    torch.testing.assert_close(module.layer.weight.grad, plain.layer.weight.grad, rtol=1e-12, atol=1e-12)
+    same_gradients(module, plain)
 
 
 def test_fewer_rows_than_devices_and_a_target_without_rows(devices, first):
@@ -160,21 +154,19 @@ def test_fewer_rows_than_devices_and_a_target_without_rows(devices, first):
     torch.testing.assert_close(module.bias.grad, torch.full_like(module.bias, 2 / 3))
 
 
-class Focal(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        vars(self).update(options)
-
-    def forward(self, output, target):
-        return own_mean(output, target)
+def focal(**options):
+    """A criterion of its own, with these options."""
+    criterion = nn.Module()
+    vars(criterion).update(options, forward=own_mean)
+    return criterion
 
 
 NOTICED = {
     "a multiple": (lambda output, target: F.cross_entropy(output, target) / 2, "there is a cross entropy in it"),
     "a sum": (lambda output, target: F.cross_entropy(output, target) + output.square().mean(), "a cross entropy in it"),
     "classes": (lambda output, target: F.cross_entropy(output, target, WEIGHTS) / 2, "a cross entropy in it"),
-    "ignores": (Focal(ignore_index=IGNORED), "loss_fn has an ignore_index"),
-    "weighted": (Focal(weight=WEIGHTS), "loss_fn has weights of classes"),
+    "ignores": (focal(ignore_index=IGNORED), "loss_fn has an ignore_index"),
+    "weighted": (focal(weight=WEIGHTS), "loss_fn has weights of classes"),
     "partial": (partial(own_mean, ignore_index=IGNORED), "loss_fn has an ignore_index"),
 }
 

@@ -13,6 +13,7 @@ from torch import nn
 import lockstep
 from lockstep._base.devices import on_streams
 from lockstep.local import functions, scatter
+from programs.networks import Applying
 
 
 @contextmanager
@@ -28,9 +29,6 @@ def waits_for(log: list, stream: torch.Stream, other: torch.Stream) -> bool:
     place, place_of_other = [(str(s.device), s.stream_id) for s in (stream, other)]
     events = {line.event for line in log if line.action == "record" and (line.device, line.stream) == place_of_other}
     return any(line.event in events for line in log if line.action == "wait" and (line.device, line.stream) == place)
-
-
-# ---------------------------------------------------------------------------------------------- backward
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
@@ -77,25 +75,20 @@ def test_gradients_are_packed_on_the_stream_on_which_the_replica_ran(sim):
 
 
 def test_gradients_that_a_replica_computes_on_a_stream_of_its_own_are_waited_for(sim):
-    class Aside(nn.Module):
-        """Replica 1 computes on another stream than the one it begins with."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.device.index != 1:
-                return self.inner(x)
-            aside.wait_stream(torch.accelerator.current_stream(x.device))
-            with on_streams([aside]):
-                y = self.inner(x)
-            torch.accelerator.current_stream(x.device).wait_stream(aside)
-            return y
-
     aside = torch.Stream(device="sim:1")
-    parallel = lockstep.DataParallel(Aside().to("sim:0"), [0, 1])
-    loss = parallel(torch.randn(4, 4, device="sim:0")).sum()
+
+    def forward(m, x):
+        """Replica 1 computes on another stream than the one it begins with."""
+        if x.device.index != 1:
+            return m.linear(x)
+        aside.wait_stream(torch.accelerator.current_stream(x.device))
+        with on_streams([aside]):
+            y = m.linear(x)
+        torch.accelerator.current_stream(x.device).wait_stream(aside)
+        return y
+
+    parallel = lockstep.DataParallel(Applying(forward).to("sim:0"), [0, 1])
+    loss = parallel(torch.randn(4, 3, device="sim:0")).sum()
     sim.reset_stream_log()
     loss.backward()
     network, packs = (torch.sim.default_stream(index) for index in (0, 1))
@@ -161,9 +154,6 @@ def test_streams_and_the_current_device_are_restored(sim, error):
         assert torch.accelerator.current_device_index() == 3
         assert torch.accelerator.current_stream(1) == mine
         assert torch.accelerator.current_stream(2) == torch.sim.default_stream(2)
-
-
-# ---------------------------------------------------------------------------------------------- side streams
 
 
 def test_threads_that_scatter_at_once_keep_their_streams(sim):

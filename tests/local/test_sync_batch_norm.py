@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from lockstep import DataParallel
 from lockstep.errors import LayoutError, NotReplicableError
 from lockstep.local import SyncBatchNorm
+from programs.networks import Applying
+from programs.one_device import same, same_gradients
 
 
 def network(momentum: float | None = 0.1, affine: bool = True) -> nn.Module:
@@ -25,38 +27,35 @@ def network(momentum: float | None = 0.1, affine: bool = True) -> nn.Module:
     ).double()
 
 
-def batch(rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(rows, 1, 6, 6, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
+def pair(plain):
+    """A module in float64, and its copy with synchronised layers."""
+    return plain.double(), SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
 
 
 @pytest.mark.parametrize("how", ["step", "forward"])
 @pytest.mark.parametrize(("momentum", "affine"), [(0.1, True), (None, True), (0.0, False)])
 def test_as_on_one_device(devices, first, how, momentum, affine):
-    plain = network(momentum, affine)
-    parallel = DataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).to(first), devices(3))
+    plain, network_ = pair(network(momentum, affine))
+    parallel = DataParallel(network_.to(first), devices(3))
     for _ in range(3):
-        x, y = batch()
+        x, y = torch.randn(7, 1, 6, 6, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
         F.mse_loss(plain(x), y).backward()
         if how == "step":
             parallel.step(F.mse_loss, x.to(first), y.to(first))
         else:
             F.mse_loss(parallel(x.to(first)), y.to(first)).backward()
-        for one, other in zip(plain.parameters(), parallel.module.parameters(), strict=True):
-            torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-12, atol=1e-12)
-        for one, other in zip(plain.buffers(), parallel.module.buffers(), strict=True):
-            torch.testing.assert_close(other.cpu(), one, rtol=1e-12, atol=1e-12)
-    plain.eval()
-    parallel.eval()
-    torch.testing.assert_close(parallel(x.to(first)).cpu(), plain(x), rtol=1e-12, atol=1e-12)
+        same_gradients(parallel, plain)
+        same(parallel.buffers(), plain.buffers(), 1e-12, 1e-12)
+    same([parallel.eval()(x.to(first))], [plain.eval()(x)], 1e-12, 1e-12)
 
 
 def test_plain_batch_norm_sees_only_a_replicas_rows():
     """What this module is for: without it, statistics are those of a part of the batch."""
-    norm, x = nn.BatchNorm1d(2).double(), torch.randn(6, 2, dtype=torch.float64)
+    norm, converted = pair(nn.BatchNorm1d(2))
+    x = torch.randn(6, 2, dtype=torch.float64)
     apart = DataParallel(copy.deepcopy(norm), ["cpu", "cpu"])(x)
-    together = DataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm)), ["cpu", "cpu"])(x)
     assert not torch.allclose(apart, norm(x))
-    torch.testing.assert_close(together, norm(x), rtol=1e-12, atol=1e-12)
+    same([DataParallel(converted, ["cpu", "cpu"])(x)], [norm(x)], 1e-12, 1e-12)
 
 
 def test_outside_of_data_parallel_it_is_batch_norm():
@@ -90,15 +89,8 @@ def test_half_precision_input(devices, first):
 
 
 def test_a_replica_that_takes_another_way_is_an_error_in_all():
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SyncBatchNorm(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x if bool((x > 5).all()) else self.norm(x)
-
-    parallel = DataParallel(Odd(), ["cpu"] * 3)
+    network = Applying(lambda m, x: x if bool((x > 5).all()) else m.norm(x), norm=SyncBatchNorm(2))
+    parallel = DataParallel(network, ["cpu"] * 3)
     x = torch.randn(6, 2).clamp(-2, 2)
     x[2:4] = 9.0
     with pytest.raises(RuntimeError, match=r"waits at SyncBatchNorm \d+ for replicas \[1\]"):
@@ -107,20 +99,15 @@ def test_a_replica_that_takes_another_way_is_an_error_in_all():
 
 
 def test_a_replica_that_raises_is_the_error_that_is_raised():
-    class Raises(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = SyncBatchNorm(2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if bool((x > 5).any()):
-                raise KeyError("too large")
-            return self.norm(x)
+    def forward(m, x):
+        if bool((x > 5).any()):
+            raise KeyError("too large")
+        return m.norm(x)
 
     x = torch.zeros(6, 2)
     x[5] = 9.0
     with pytest.raises(KeyError, match="Caught KeyError in replica 2 on device cpu") as caught:
-        DataParallel(Raises(), ["cpu"] * 3)(x)
+        DataParallel(Applying(forward, norm=SyncBatchNorm(2)), ["cpu"] * 3)(x)
     assert "Also failed" not in str(caught.value)
 
 
@@ -135,15 +122,9 @@ def test_shapes_are_checked():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("use_step", [False, True])
 def test_inside_a_checkpointed_segment_it_is_refused(devices, first, reentrant, use_step):
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(4, 4), SyncBatchNorm(4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.norm, self.layer(x), use_reentrant=reentrant)
-
-    parallel, x = DataParallel(Checkpointed().to(first), devices(2)), torch.randn(6, 4).to(first)
+    forward = lambda m, x: checkpoint(m.norm, m.linear(x), use_reentrant=reentrant)  # noqa: E731
+    network, x = Applying(forward, (4, 4), norm=SyncBatchNorm(4)).to(first), torch.randn(6, 4).to(first)
+    parallel = DataParallel(network, devices(2))
     with pytest.raises(NotReplicableError, match="inside a checkpointed segment"):
         if use_step:
             parallel.step(F.mse_loss, x, x)
@@ -170,15 +151,8 @@ class OtherCheckpoint(torch.autograd.Function):
 
 
 def test_recomputation_by_another_kind_of_checkpoint_is_refused():
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(4, 4), SyncBatchNorm(4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return OtherCheckpoint.apply(self.norm, self.layer(x))
-
-    network, x = Checkpointed(), torch.randn(6, 4)
+    forward = lambda m, x: OtherCheckpoint.apply(m.norm, m.linear(x))  # noqa: E731
+    network, x = Applying(forward, (4, 4), norm=SyncBatchNorm(4)), torch.randn(6, 4)
     output = DataParallel(network, ["cpu", "cpu"])(x)
     with pytest.raises(NotReplicableError, match="inside a checkpointed segment"):
         output.sum().backward()
@@ -186,26 +160,17 @@ def test_recomputation_by_another_kind_of_checkpoint_is_refused():
 
 
 def test_a_checkpoint_around_the_whole():
-    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
-    network = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    plain, network = pair(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     parallel, x = DataParallel(network, ["cpu", "cpu"]), torch.randn(6, 4, dtype=torch.float64)
     plain(x).pow(3).sum().backward()
     checkpoint(parallel, x.clone().requires_grad_(), use_reentrant=True).pow(3).sum().backward()
-    torch.testing.assert_close(network[0].weight.grad, plain[0].weight.grad)
+    same_gradients(network, plain, 1e-7, 1e-7)
 
 
 def test_copies_are_layers_of_their_own():
     layer = SyncBatchNorm(3)
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = layer, copy.deepcopy(layer)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.one if bool(x[0, 0] > 0) else self.other)(x)
-
-    parallel = DataParallel(Odd(), ["cpu", "cpu"])
+    forward = lambda m, x: (m.one if bool(x[0, 0] > 0) else m.other)(x)  # noqa: E731
+    parallel = DataParallel(Applying(forward, one=layer, other=copy.deepcopy(layer)), ["cpu", "cpu"])
     with pytest.raises(RuntimeError, match=r"waits at SyncBatchNorm \d+ for replicas that wait elsewhere"):
         parallel(torch.cat([torch.ones(4, 3), -torch.ones(4, 3)]))
     parallel(torch.randn(8, 3).abs())
@@ -214,15 +179,14 @@ def test_copies_are_layers_of_their_own():
 @pytest.mark.parametrize("rows", [8, 7, 3])
 def test_inside_of_another_data_parallel(rows):
     """Statistics are those of the whole batch, also where an inner one uses fewer replicas than another."""
-    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
-    network = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    plain, network = pair(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     outer = DataParallel(nn.Sequential(DataParallel(network, ["cpu", "cpu"])), ["cpu", "cpu"])
     x = torch.randn(rows, 4, dtype=torch.float64)
     expected, got = plain(x), outer(x)
     torch.testing.assert_close(got, expected)
     expected.pow(3).sum().backward()
     got.pow(3).sum().backward()
-    torch.testing.assert_close(network[0].weight.grad, plain[0].weight.grad)
+    same_gradients(network, plain, 1e-7, 1e-7)
     torch.testing.assert_close(network[1].running_var, plain[1].running_var)
 
 
