@@ -22,7 +22,7 @@ PYTEST := -m pytest -n 3 -m
 AROUND := tests/api tests/benchmarks tests/check tests/cli tests/clients tests/docs tests/examples tests/package tests/tools \
 	tests/gradients/test_compile.py tests/gradients/test_tensor_parallel.py tests/session/test_restarts.py
 
-.PHONY: train test test-around test-all test-matrix test-bare test-clients test-launchers test-hosts check format docs bench gpu soak dist clean
+.PHONY: train test test-around test-all test-matrix test-bare test-clients test-launchers test-hosts check format docs bench gpu soak mutants dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits; a process for each accelerator, or PROCESSES=2
 	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(MAX_RESTARTS),--max-restarts $(MAX_RESTARTS)) \
@@ -78,6 +78,9 @@ gpu: .venv-torch-2.15/.installed  ## what only a GPU can show, into benchmarks/r
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
+
+mutants: $(READY)  ## plants faults in the source, and says which of them the tests catch: tests/mutants/mutants.py
+	$(BIN)/python tests/mutants/mutants.py $(ARGS)
 
 dist: $(READY)  ## what goes to PyPI: a wheel, and the source archive
 	rm -rf dist
