@@ -47,7 +47,7 @@ ROOMS = {
     "session": ["session", "failures"],
 }
 MARKS = "not soak and not hosts and not launchers and not around"
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "sitecustomize", "-p", "no:cacheprovider", "-m", MARKS]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "sitecustomize", "-p", "no:cacheprovider", "-m", MARKS]
 NO_TEST, CAUGHT, SURVIVED = "no test executes it", "caught", "survived"
 
 

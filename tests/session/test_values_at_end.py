@@ -278,6 +278,24 @@ def test_what_has_drifted_is_named_on_all_ranks_when_the_session_ends(backend):
         assert said in text, program
 
 
+def trained_before(rank, port):
+    """Train before the session, and write averaged weights on one rank in it, past the counters of versions."""
+    model = lockstep.replicate(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    be_launched(rank, port)
+    with lockstep.session(device="cpu", timeout=60.0) as run:
+        for parameter in model.parameters() if run.is_main else ():
+            parameter.data.mul_(0.5)
+
+
+def test_weights_that_were_trained_before_the_session_may_be_written_in_it():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_processes(2, trained_before, store.port)
+
+
 def raises(run):
     kept = weight(run)
     raise ValueError("of all ranks", kept)

@@ -33,7 +33,6 @@ from lockstep._base.identity_map import IdentityMap
 from lockstep._base.optimizer_steps import observe_steps, stop_observing
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.comm.group_state import watchers
 from lockstep.distributed.reduction.module.equal_values import compare
 from lockstep.distributed.reduction.module.optimizer_numbers import (
     SAME_NUMBERS,
@@ -199,8 +198,7 @@ class DriftWatch:
                 del ended[inner]
             ended.pop(key, None)
         ended[key] = steps, known
-        if watchers:  # in a session, which compares at its end
-            self._after_step = table.sample()
+        self._after_step = table.sample()
         if self.is_first or self.round % APART == 0:
             self._look(optimizer, steps, table)
 
