@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import lockstep
+import sim as simulator
 from lockstep.errors import AgreementError, NotReplicableError
+from processes import run_processes
 from small_modules import one_weight, x_of
 from threaded import run_ranks
 
@@ -345,3 +347,37 @@ def test_modules_of_torchscript_are_refused_by_name():
         return True
 
     assert run_ranks(2, work) == [True, True]
+
+
+def moved_on_one_rank(rank, step, make):
+    """What is raised if rank 1 moves the module to an accelerator before that step; 0: before it is replicated."""
+    assert not isinstance(found := simulator.load(1), str), found
+    module = make()
+    try:
+        for at in range(3):
+            if at == step and rank.rank == 1:
+                module.to("sim")
+            if at == 0:
+                lockstep.replicate(module)
+            module(torch.ones(2, 1, device=next(module.parameters()).device)).sum().backward()
+    except AgreementError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_module_that_one_rank_has_on_an_accelerator_is_named(step):
+    first, second = run_processes(2, moved_on_one_rank, step, one_weight)
+    assert first == second
+    assert re.search(r"rank 0 has float32 of shape \(1, 1\).*rank 1 has float32 of shape \(1, 1\), on sim", first)
+
+
+def only_buffers_moved(rank):
+    assert not isinstance(found := simulator.load(1), str), found
+    module = nn.BatchNorm1d(2, affine=False).to("sim" if rank.rank else "cpu")
+    with pytest.raises(AgreementError, match=r"buffer running_mean.*on sim"):
+        lockstep.replicate(module)
+
+
+def test_buffers_that_one_rank_has_on_an_accelerator_are_named():
+    run_processes(2, only_buffers_moved)

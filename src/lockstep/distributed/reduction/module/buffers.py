@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lockstep._base.devices import is_accelerator
 from lockstep._base.inner_tensors import as_bytes, bits, describe, inner_tensors, inner_tensors_of
 from lockstep._base.tensor_state import Layouts
 
@@ -78,6 +79,8 @@ class Buffer:
     def describe(self) -> str:
         """Return the properties that must be the same on all ranks."""
         text = f"{str(self.dtype).removeprefix('torch.')} of shape {tuple(self.shape)}"
+        if is_accelerator(self.device):
+            text += f", on {self.device.type}"
         return f"{text}, {self._made_of}" if self._made_of else text
 
     def zeros(self) -> Tensor:

@@ -12,6 +12,7 @@ from torch.jit import ScriptModule
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
+from lockstep._base.devices import is_accelerator
 from lockstep._base.identity_map import IdentityMap
 from lockstep._base.inner_tensors import check_trained, inner_tensors_of
 from lockstep._base.texts import first_line
@@ -64,6 +65,8 @@ def describe_parameter(
             f"({type(error).__name__}: {first_line(error)}). Leave it out by params_and_buffers_to_ignore or "
             "ignored_modules, and make its gradients equal by lockstep.loop.mean_over_ranks"
         ) from error
+    if is_accelerator(parameter.device):  # else ranks would wait for each other over different groups
+        text += f", on {parameter.device.type}"
     if earlier.get(id(parameter), name) != name:
         text += f", which was parameter {earlier[id(parameter)]} before"
     if trained:
