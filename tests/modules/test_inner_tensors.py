@@ -11,7 +11,6 @@ from lockstep.errors import NotReplicableError
 from tensor_classes import DTYPES, Attributed, Marked, Opaque, Packed, Quantised, State
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_of_every_dtype_can_be_written_and_compared(dtype):
     tensor = torch.empty(2, 3, dtype=dtype).t()

@@ -51,7 +51,6 @@ def trains(rank, net, **options):
 
 
 @GROUPS
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_frozen_parameters_and_buffers_of_every_dtype_are_rank_0s(hosts):
     def call(rank):
         number = 60 + rank.rank  # 0x3c: one half, or so, as float8, and an odd number elsewhere
@@ -68,7 +67,6 @@ def test_frozen_parameters_and_buffers_of_every_dtype_are_rank_0s(hosts):
 @GROUPS
 @pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
 @pytest.mark.parametrize("elements", [6, 100_000], ids=["packed", "large"])
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_buffers_of_every_dtype_follow_their_policy(hosts, policy, elements):
     def call(rank):
         net = Holder([], [filled(dtype, 60, elements) for dtype in DTYPES])

@@ -304,7 +304,6 @@ def test_every_dtype_and_operation_is_taken_or_refused_by_all(world):
                         same(got, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_an_operation_that_is_refused_is_refused_in_every_collective():
     def call(rank):
         group, x = rank.group, torch.zeros(4, dtype=torch.complex32)
@@ -384,7 +383,6 @@ def test_every_collective_moves_what_gloo_moves(hosts):
         assert {key: got[key] for key in wanted} == wanted
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 def test_every_collective_moves_every_dtype(hosts):
     zero, one = run_ranks(2, moves, MOVED, hosts=hosts)
