@@ -453,11 +453,6 @@ class FailureChannel:
             self.ended.update(on_host if ends.intersection(on_host) <= self._gone else [rank])
             self._changed.notify_all()
 
-    @property
-    def has_other_hosts(self) -> bool:
-        """True if the ranks are on several hosts."""
-        return len({place.host for place in self.places.values()}) > 1
-
     def look_for_lost_links(self) -> None:
         """Look whether a host acknowledges nothing; if it does not answer either, after ``link_timeout`` seconds report
         it. A rank that waits calls it once a second.

@@ -79,11 +79,6 @@ class Snapshot:
         """The step and the phase in words: see :func:`where`."""
         return where(self.step, self.in_batches, self.phase)
 
-    @property
-    def steps_in_words(self) -> str:
-        """How many steps the optimizer has made, in words; empty before the first, and where batches are counted."""
-        return "" if self.in_batches else where(self.step, False, "")
-
     def describe(self) -> str:
         """Return rank, step and phase in words: ``rank 1, at step 12, in forward``."""
         return f"rank {self.rank}, {self.where}" + (f", waiting for {self.waits_for}" if self.waits_for else "")
