@@ -361,6 +361,15 @@ def test_messages_that_come_together_go_on_together_and_only_then_are_heard():
     after.close()
 
 
+def test_who_waits_until_its_messages_are_sent_waits_for_those_that_are_queued():
+    this = Messenger(0, [], None, print, print, print)
+    this._changed.wait = lambda seconds: this._send_what_waits()
+    this.send("left")
+    this.wait_until_sent(SOON)
+    assert not this._to_send
+    this.close_connections()
+
+
 def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come():
     store, reached = dist.HashStore(), threading.Event()
 
@@ -473,6 +482,7 @@ def test_who_gives_up_first_is_not_taken_for_the_one_that_did_not_come():
 
     for message in run_ranks(4, train)[:3]:
         assert "rank 3 of 4 did not come within 0.3 s" in message
+        assert Failure(3, Kind.ABSENT, 0, "start-up", message).summary == message
 
 
 def test_strangers_are_turned_away():

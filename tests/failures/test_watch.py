@@ -114,6 +114,16 @@ def fail(_):
     raise ValueError
 
 
+def cannot_begin(rank):
+    watch._find_connections_of_gloo = lambda group, connections: fail(group)
+    with pytest.raises((ValueError, lockstep.errors.PeerFailure)):
+        lockstep.watch()
+
+
+def test_a_watch_that_cannot_begin_is_an_error():
+    run_processes(2, cannot_begin)
+
+
 def failed_pass():
     """Return what a hook refers to that a failed pass was about to call."""
     kept = torch.ones(1)

@@ -74,7 +74,7 @@ class Failure:
     @property
     def summary(self) -> str:
         """The failure in one sentence: ``rank 1 failed at step 12, in forward: ValueError: bad value``."""
-        if self.kind is Kind.DEADLOCKED:
+        if self.kind in (Kind.DEADLOCKED, Kind.ABSENT):
             return self.what
         between = ", " if self.kind in (Kind.LEFT, Kind.UNCLOSED) else " "
         parts = f"rank {self.rank} {_VERBS[self.kind]}", self._place
@@ -82,8 +82,6 @@ class Failure:
 
     @property
     def _place(self) -> str:
-        if self.kind is Kind.ABSENT:
-            return "to meet the others"
         if self.kind in (Kind.LEFT, Kind.UNCLOSED):
             return where(self.step, False, "")
         if self.is_late and self.step:
@@ -128,7 +126,6 @@ _VERBS = {
     Kind.UNREACHABLE: "cannot be reached",
     Kind.DEADLOCKED: "waits for ranks that wait for it",
     Kind.GAVE_UP: "gave up waiting for the other ranks",
-    Kind.ABSENT: "did not come",
 }
 
 
