@@ -13,6 +13,7 @@ from torch import nn
 import lockstep
 from lockstep.distributed.reduction.autograd import engine
 from lockstep.distributed.reduction.autograd.graph import reach_of
+from lockstep.distributed.replication.replication import find_replication
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -166,6 +167,16 @@ def test_a_step_costs_one_all_reduce_for_each_bucket_that_is_in_use():
     for counts in run_ranks(2, count, lambda rank, step: [rank, rank + 1]):
         assert counts[0].count("broadcast") == 1  # the order in which gradients arrived on rank 0
         assert counts[1:] == [["all_reduce"] * 3] * 4
+
+
+def test_buckets_leave_in_the_order_in_which_gradients_came_on_rank_0():
+    def planned(rank):
+        module = lockstep.replicate(rank.make(Deep).double(), process_group=rank.group, bucket_cap_mb=ONE_LAYER)
+        module(rows(0, 0), range(5) if rank.rank else [4, 2, 0, 1, 3]).sum().backward()
+        buckets = find_replication(module).reducer.common.plan.current.buckets
+        return [bucket.indices[0] // 2 for bucket in buckets]
+
+    assert run_ranks(2, planned) == [[3, 1, 0, 2, 4]] * 2
 
 
 def test_a_parameter_that_turns_up_later_costs_two_more_collectives_once():
