@@ -145,7 +145,6 @@ class ReplicaExchange:
                 "there: every replica must call the same synchronised modules, in the same order"
             )
         if len(self._waiting) + len(self._left) == self._count and self._unmet():
-            self._changed.notify_all()
             elsewhere = {i: self._waiting[i][0] for i in sorted(self._waiting) if i not in came}
             places = ", ".join(f"replica {i} at {place}" for i, place in elsewhere.items())
             raise ReplicaMissingError(

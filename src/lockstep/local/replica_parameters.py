@@ -146,7 +146,7 @@ class ReplicaParameters:
         self.recopied: list[TensorSlot] = []
         self._sort(modules)
         self._hooked = _hooked(self._parameters)
-        self._bound: _ParameterRows | None = None
+        self._bound: _ParameterRows | None
         homes = (p.device for p in self._parameters[:1])
         self._accelerators = [device for device in (*homes, *devices) if is_accelerator(device)]
         self._place_values()
@@ -176,7 +176,7 @@ class ReplicaParameters:
             self._place_values()
         elif change is Change.REQUIREMENTS:
             self._then.take_requirements()
-            self._unbind()
+            self._bound = None
         return True
 
     def refresh(self, *, gradients: bool) -> None:
@@ -191,14 +191,14 @@ class ReplicaParameters:
             hooked, streams = _hooked(self._parameters), current_streams(self._accelerators)
         if hooked != self._hooked or (self._bound is not None and not self._bound.valid(streams)):
             self._hooked = hooked
-            self._unbind()
+            self._bound = None
         if self._values.travel:  # else the list of written values is not needed
             self._values.transfer(self._then.written())
 
     def _place_values(self) -> None:
         self._then = TensorSnapshot(self._parameters)
         self._values = ParameterValues(self._parameters, self._devices, self._cap_bytes)
-        self._unbind()
+        self._bound = None
 
     # Slots #
 
@@ -230,9 +230,6 @@ class ReplicaParameters:
     def bound(self) -> bool:
         """True if the tensors in the copies' slots are valid."""
         return self._bound is not None
-
-    def _unbind(self) -> None:
-        self._bound = None
 
     def _link(self, rows: list[list[Tensor]]) -> None:
         """Make the parameters of all copies differentiable, bucket by bucket, late layers first."""
