@@ -642,6 +642,7 @@ def test_wrong_tensors_are_refused_before_anything_begins():
             (lambda: dist.reduce_scatter(x, [x, x[1:].clone()], group=group), "expected 4 elements, got 3 in tensor 1"),
             (lambda: all_gather_single(torch.zeros(7), x, group=group), "expected 8 elements, got 7"),
             (lambda: reduce_scatter_single(x, torch.zeros(7), group=group), "expected 8 elements, got 7"),
+            (lambda: reduce_scatter_single(x, torch.zeros(8).double(), group=group), "one dtype"),
             (lambda: group.allreduce([]).wait(), "at least one tensor"),
             (lambda: group.allreduce_coalesced([x, x.double()]).wait(), "one dtype"),
             (lambda: all_gather_single(torch.zeros(8).double(), x, group=group), "one dtype"),

@@ -41,8 +41,7 @@ class StagingPool:
         self._numbers = itertools.count(first_number)
         self._in_use: dict[int, SharedMemory] = {}  # by address
         self._free: dict[int, deque[SharedMemory]] = {}  # by size
-        self._known_to_peers: set[int] = set()
-        self._discarded: deque[int] = deque()
+        self._discarded: deque[int] = deque()  # numbers of memory that the other ranks have mapped
         self._closed = False
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -69,21 +68,14 @@ class StagingPool:
         memory = self._in_use.get(storage.data_ptr())
         if memory is None:
             return None
-        if memory.number not in self._known_to_peers:
+        if memory.fd >= 0:  # closed once they have it
             self._peers.send_memory(memory.number, memory.size, memory.fd)
-            self._known_to_peers.add(memory.number)
             memory.close()
         return memory.number, int(tensor.storage_offset()) * tensor.itemsize
 
     def announce_freed(self) -> None:
         """Tell the other ranks which memory they can unmap."""
-        freed = []
-        while self._discarded:
-            number = self._discarded.popleft()
-            if number in self._known_to_peers:
-                self._known_to_peers.discard(number)
-                freed.append(number)
-        self._peers.retire_memory(freed)
+        self._peers.retire_memory([self._discarded.popleft() for _ in range(len(self._discarded))])
 
     def release(self, memory: SharedMemory) -> None:
         """Take back memory whose last tensor is gone, in whichever thread that happens."""
@@ -103,8 +95,9 @@ class StagingPool:
         for same_size in list(self._free.values()):
             while same_size:
                 memory = same_size.popleft()
+                if memory.fd < 0:
+                    self._discarded.append(memory.number)
                 memory.close()
-                self._discarded.append(memory.number)
 
 
 def _release(pool: "weakref.ref[StagingPool]", memory: SharedMemory) -> None:
