@@ -490,13 +490,14 @@ def test_a_rank_may_leave_as_soon_as_it_has_made_the_group(hosts, monkeypatch):
     assert run_ranks(3, call, hosts="aaa") == [True] * 3
 
 
-def test_groups_may_meet_at_one_place_one_after_the_other():
+@pytest.mark.parametrize("between", [None, print])  # is not called on one host
+def test_groups_may_meet_at_one_place_one_after_the_other(between):
     """As those of a program that destroys its group and makes another: under torchrun both have the same store."""
     store, limit = dist.HashStore(), timedelta(seconds=20)
     addresses = [b""]
 
     def make(rank):
-        group = ProcessGroupShm(store, rank, 2, limit)
+        group = ProcessGroupShm(store, rank, 2, limit, ShmOptions(between=between))
         values = torch.full((3,), rank + 1.0)
         group.allreduce([values], dist.AllreduceOptions()).wait()
         sent = [torch.full((1,), rank + 1.0), torch.zeros(1)]

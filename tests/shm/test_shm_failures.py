@@ -634,14 +634,14 @@ def destroys_twice(rank):
     rank.group.shutdown()
     rank.group.shutdown()
     rank.group.abort()
-    return [
-        error_of(lambda call=call: call(rank.group))[:2] for call in (waits, lambda g: g.gather([], [torch.ones(1)]))
-    ]
+    x = [torch.ones(1)]
+    calls = (waits, lambda g: g.gather([], x), lambda g: g.send(x, 1 - rank.rank))
+    return [error_of(lambda call=call: call(rank.group))[:2] for call in calls]
 
 
 def test_a_destroyed_group_says_so():
     expected = (CommunicationError, "the process group has been destroyed")
-    assert run_ranks(2, destroys_twice, hosts="aa") == [[expected] * 2] * 2
+    assert run_ranks(2, destroys_twice, hosts="aa") == [[expected] * 3] * 2
 
 
 # ----------------------------------------------------------------------------------- what is left

@@ -240,8 +240,6 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         return work
 
     def _gloo_group(self) -> Any:
-        if self._runtime.gloo is None:
-            raise CommunicationError("the process group has been destroyed")
         self._runtime.peers.check_open()
         return self._runtime.gloo
 

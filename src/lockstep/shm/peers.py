@@ -353,7 +353,7 @@ class Peers:
 
     def close(self) -> None:
         """Close the connections; call when no thread uses them any more."""
-        self._close("this process has destroyed the process group")
+        self._close("the process group has been destroyed")
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
