@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import os
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
-from lockstep.failures.stacks import NAME, answering, ask, no_collection, own_stack
+from lockstep.failures.stacks import NAME, _able, answering, ask, no_collection, own_stack
 from processes import run_processes
 
 pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
@@ -262,6 +263,10 @@ def test_who_cannot_be_asked_is_told_apart():
         ask(4194305)
     with pytest.raises(InspectionError, match=f"process {os.getppid()} has no session"):
         ask(os.getppid())
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(InspectionError, match=f"process {child.pid} has ended; its parent has not noticed yet"):
+            _able(child.pid)  # while it was asked
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only the superuser can be somebody else")
