@@ -16,7 +16,7 @@ ROWS = [
     Plan(TWO, "kill", 3),
     Plan(TWO, "kill", 0, "gloo"),
     Plan(TWO, "kill", 2, launcher="torchrun"),
-    Plan(TWO, "kill host", 1),
+    Plan((2, 3), "kill host", 1),  # one rank that no other host can see
     Plan(THREE, "kill host", 0, "gloo"),
     Plan(TWO, "raise", 3),
     Plan(THREE, "raise", 0, "gloo"),
