@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import sys
@@ -137,11 +138,17 @@ def _shm_group(store: dist.Store, rank: int, world: int, timeout: float, hosts: 
 
 def new_gloo_group(store: dist.Store, rank: int, world: int, timeout: float, _hosts: str = "") -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [_device(os.getpid())]
     options._timeout = CONNECT
     group = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, world, options)
     group.set_timeout(timedelta(seconds=timeout))
     return group
+
+
+@functools.cache
+def _device(_process: int) -> Any:
+    """What listens for all groups: a thread of Gloo, for whose end the end of each group would wait 10 ms."""
+    return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
 def for_accelerators(store: dist.Store, backend: dist.ProcessGroupGloo, control: bool = True) -> dist.ProcessGroup:
