@@ -16,16 +16,22 @@ gradients side by side, one all-reduce, one comparison of a row of numbers, and 
 checks nothing, and notices no difference between ranks.
 
 For each model it counts, too, how many bytecodes of the library a settled step runs, with what DDP imports.
+
+With ``--instructions`` it counts the instructions of a settled step instead, by callgrind, which is to be installed
+(Debian's package valgrind). They hardly depend on what else the machine does. A minute or two for each way and model:
+each has a process of its own, in which PyTorch uses AVX2.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from types import FrameType
 
@@ -37,10 +43,13 @@ from harness import arguments, ratio, table
 from rank_processes import loopback
 from torch import nn
 from torch.autograd import Variable
+from torch.utils.benchmark import Timer
 
 import lockstep
 
 Task = tuple[Callable[[], nn.Module], tuple[int, ...] | None, bool]  # model, its batch if it takes one, partly unused
+Way = tuple[nn.Module, Callable]  # a module, and the context in which it is trained
+COUNTED = "plain", "floor", "DDP, view", "lockstep", "lockstep, one of two", "lockstep, no_sync"
 AIM_NO_SYNC = 0.6  # microseconds a tensor
 AIM_OF_TWO = 1.1
 PARTS = "forward and backward", "backward"
@@ -64,32 +73,38 @@ def tasks(quick: bool) -> dict[str, Task]:
     }
 
 
-def ways(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
-    """Name -> module, and the context in which it is trained; each with a group of its own."""
+def makers(task: Task) -> dict[str, Callable[[], nn.Module]]:
+    """Name -> what makes the module, each with a group of its own."""
     make, _, partly_unused = task
+
+    def hooked() -> nn.Module:
+        module = make()
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(nothing)
+        return module
 
     def ddp(view: bool) -> nn.Module:
         return torch_ddp(make(), dist.new_group(), find_unused_parameters=partly_unused, gradient_as_bucket_view=view)
 
-    hooked = make()
-    for parameter in hooked.parameters():
-        parameter.register_post_accumulate_grad_hook(nothing)
-    found: dict[str, tuple[nn.Module, Callable]] = {
-        "plain": (make(), nullcontext),
-        "hook": (hooked, nullcontext),
-        "floor": (floor(make(), dist.new_group()), nullcontext),
+    return {
+        "plain": make,
+        "hook": hooked,
+        "floor": lambda: floor(make(), dist.new_group()),
+        "DDP": lambda: ddp(False),
+        "DDP, view": lambda: ddp(True),
+        "lockstep": lambda: lockstep_ddp(make(), dist.new_group()),
     }
-    modules = {
-        "DDP": ddp(False),
-        "DDP, view": ddp(True),
-        "lockstep": lockstep_ddp(make(), dist.new_group()),
-    }
-    found |= {name: (module, nullcontext) for name, module in modules.items()}
+
+
+def ways(task: Task) -> dict[str, Way]:
+    """Name -> way, of all that take turns."""
+    modules = {name: make() for name, make in makers(task).items()}
+    found: dict[str, Way] = {name: (module, nullcontext) for name, module in modules.items()}
     found |= {"lockstep again": found["lockstep"], "plain, watched": found["plain"]}
     return found | {f"{name}, no_sync": (modules[name], modules[name].no_sync) for name in ("DDP", "lockstep")}
 
 
-def two_on_a_group(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
+def two_on_a_group(task: Task) -> dict[str, Way]:
     """As :func:`ways`, in a program that has these two replicated modules and no other."""
     make, group = task[0], dist.new_group()
     return {
@@ -133,7 +148,7 @@ def floor(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def processor_times(
-    make_cases: Callable[[Task], dict[str, tuple[nn.Module, Callable]]], task: Task, rounds: int, inner: int
+    make_cases: Callable[[Task], dict[str, Way]], task: Task, rounds: int, inner: int
 ) -> dict[str, list[tuple[float, float]]]:
     """For each way and round: the seconds of forward and backward, and of backward alone."""
     gc.collect()  # other modules, at whose parameters each pass would look
@@ -243,20 +258,79 @@ def count_bytecodes(task: Task, steps: int = 3) -> tuple[float, float]:
     return counted["opcode"] / steps, counted["call"] / steps
 
 
+def settled_step(name: str, way: str, quick: bool) -> Callable[[], None]:
+    """Return a step of one way, for a process of its own that counts instructions: it has no collector any more."""
+    if not dist.is_initialized():  # a timer runs its setup more than once
+        loopback()
+        _world.enter_context(world("gloo", 1))
+    task = tasks(quick)[name]
+    if "of two" in way:
+        cases = two_on_a_group(task)
+    else:
+        module = makers(task)[way.removesuffix(", no_sync")]()
+        cases = {way: (module, module.no_sync if way.endswith("no_sync") else nullcontext)}
+    if not way.startswith("lockstep"):
+        Variable._execution_engine = torch._C._ImperativeEngine()
+    x = [torch.randn(task[1])] if task[1] else []
+
+    def step(of: str = way) -> None:
+        module, context = cases[of]
+        module.zero_grad(set_to_none=True)
+        with context():
+            module(*x).square().mean().backward()
+
+    for _ in range(12):
+        for each in cases:
+            step(each)
+    gc.collect()
+    gc.disable()
+    return step
+
+
+_world = ExitStack()
+
+
+def compare_instructions(name: str, quick: bool, steps: int = 20) -> None:
+    counted = {}
+    for way in COUNTED:
+        setup = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench_ddp_host as bench"
+        timer = Timer("step()", f"{setup}; step = bench.settled_step({name!r}, {way!r}, {quick})")
+        with redirect_stderr(StringIO()):  # its progress
+            counted[way] = timer.collect_callgrind(number=steps, collect_baseline=False).counts() / steps
+    over = {way: count - counted["plain"] for way, count in counted.items()}
+    rows = [[way, *(f"{part[way] / 1e6:.3f}" for part in (counted, over))] for way in COUNTED]
+    table(f"{name}: millions of instructions", ("way", "a step", "over plain"), rows)
+    print()
+    for of, reference, aim in (
+        ("lockstep", "DDP, view", 1.0 if name == "MLP" else None),
+        ("floor", "DDP, view", None),
+        ("lockstep", "floor", None),
+        ("lockstep, one of two", "lockstep", AIM_OF_TWO),
+        ("lockstep, no_sync", "lockstep", None),
+    ):
+        ratio(f"{name}: instructions over plain, {of} / {reference}", over[of], over[reference], aim)
+
+
 def main() -> None:
     known = list(tasks(False))
     options = (
         ("--models", {"nargs": "+", "choices": known, "default": known}),
         ("--steps", {"type": int, "default": 3, "help": "steps a turn (default 3)"}),
+        ("--instructions", {"action": "store_true", "help": "count instructions in place of time"}),
     )
     args = arguments(__doc__, 60, *options)
+    chosen = {name: task for name, task in tasks(args.quick).items() if args.quick or name in args.models}
+    if args.instructions:
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # of Timer's "python"
+        for name in chosen:
+            compare_instructions(name, args.quick)
+        return
     loopback()
     with world("gloo", 1):
-        for name, task in tasks(args.quick).items():
-            if args.quick or name in args.models:
-                compare(name, task, args.rounds, args.steps)
-                bytecodes, calls = count_bytecodes(task)
-                print(f"{name}: a settled step runs {bytecodes:,.0f} bytecodes of lockstep in {calls:,.0f} calls")
+        for name, task in chosen.items():
+            compare(name, task, args.rounds, args.steps)
+            bytecodes, calls = count_bytecodes(task)
+            print(f"{name}: a settled step runs {bytecodes:,.0f} bytecodes of lockstep in {calls:,.0f} calls")
 
 
 if __name__ == "__main__":
