@@ -10,156 +10,104 @@ from torch import nn
 from torch.profiler import profile
 
 import lockstep
+from lockstep.errors import LockstepError, PeerError
+from programs.networks import Applying, mlp
+from programs.ranks import on_ranks, replicated, rows, same_as_one_process, same_gradients, scalars, scalars_of
 from small_modules import fails_in_backward, one_weight, x_of
 from threaded import run_ranks
 
 
 def network():
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    return mlp(3, 4, 4, 1).double()
 
 
-def rows(step, rank, shape=(3, 3), dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64).to(dtype)
-
-
-def compare(rank, module, reference, rtol=1e-11, atol=1e-13):
-    for (name, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            assert p.grad.dtype == q.grad.dtype, name
-            torch.testing.assert_close(p.grad, q.grad, rtol=rtol, atol=atol)
-            assert rank.all_equal(p.grad), name
+def mean_square(module, step, rank):
+    return module(rows(step, rank)).square().mean()
 
 
 # --------------------------------------------------------------------------------- dtypes and layouts
 
 
-class Mixed(nn.Module):
+def four_dtypes():
     """Parameters of four dtypes in one module, one of them complex."""
 
-    def __init__(self):
-        super().__init__()
-        self.fine = nn.Linear(3, 2).double()
-        self.plain = nn.Linear(2, 2)
-        self.coarse = nn.Linear(2, 2).bfloat16()
-        self.phase = nn.Parameter(torch.randn(2, dtype=torch.cdouble))
+    def forward(m, x):
+        x = m.fine(x)
+        x = x + m.linear(x.float()).double() + m.coarse(x.bfloat16()).double()
+        return (x * m.phase).abs()
 
-    def forward(self, x):
-        x = self.fine(x)
-        x = x + self.plain(x.float()).double() + self.coarse(x.bfloat16()).double()
-        return (x * self.phase).abs().square().mean()
-
-
-def mixed(rank, cap):
-    module = lockstep.replicate(rank.make(Mixed), process_group=rank.group, bucket_cap_mb=cap)
-    reference = copy.deepcopy(module)
-    for step in range(3):
-        for each in (module, reference):
-            each.zero_grad(set_to_none=step == 1)
-        module(rows(step, rank.rank)).backward()
-        (sum(reference(rows(step, r)) for r in range(rank.world)) / rank.world).backward()
-        compare(rank, module.fine, reference.fine)
-        compare(rank, module.plain, reference.plain, 1e-5, 1e-6)
-        compare(rank, module.coarse, reference.coarse, 3e-2, 3e-2)
-        torch.testing.assert_close(module.phase.grad, reference.phase.grad)
-        assert rank.all_equal(module.phase.grad)
+    phase = nn.Parameter(torch.randn(2, dtype=torch.cdouble))
+    return Applying(forward, (2, 2), fine=nn.Linear(3, 2).double(), coarse=nn.Linear(2, 2).bfloat16(), phase=phase)
 
 
 @pytest.mark.parametrize("cap", [None, 1e-5], ids=["one bucket each", "many buckets"])
-def test_dtypes_side_by_side(cap):
-    run_ranks(2, mixed, cap)
+@on_ranks(2)
+def test_dtypes_side_by_side(rank, cap):
+    module = replicated(rank, four_dtypes, bucket_cap_mb=cap)
+    same_as_one_process(rank, module, mean_square, rtol=None, atol=None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64], ids=str)
-def test_one_dtype_alone(dtype):
+@on_ranks(2)
+def test_one_dtype_alone(rank, dtype):
     """So the report rides in a bucket of that dtype, or on its own."""
-
-    def train(rank):
-        weight = nn.Parameter(torch.full((3,), 2.0, dtype=dtype))
-        unused = nn.Parameter(torch.ones(2, dtype=dtype))
-        module = lockstep.replicate(nn.ParameterList([weight, unused]), process_group=rank.group)
-        for _ in range(3):
-            module.zero_grad()
-            (module[0] * (rank.rank + 1)).abs().sum().backward()
-        assert unused.grad is None
-        return weight.grad
-
-    for grad in run_ranks(2, train):
-        assert torch.equal(grad, torch.full((3,), 1.5, dtype=dtype))
+    weight, unused = torch.full((3,), 2.0, dtype=dtype), torch.ones(2, dtype=dtype)
+    module = replicated(rank, lambda: nn.ParameterList([weight, unused]))
+    for _ in range(3):
+        module.zero_grad()
+        (module[0] * (rank.rank + 1)).abs().sum().backward()
+    assert module[1].grad is None
+    assert torch.equal(module[0].grad, torch.full((3,), 1.5, dtype=dtype))
 
 
-def no_gradient_overflows(rank):
-    """Divided before it is summed."""
-    module = lockstep.replicate(one_weight().half(), process_group=rank.group)
-    (module(torch.full((1, 1), 2.0**15, dtype=torch.half))).sum().backward()
-    return next(module.parameters()).grad.item()
+@on_ranks(4)
+def test_sums_do_not_overflow_in_half_precision(rank):
+    """Divided before they are summed."""
+    module = replicated(rank, lambda: one_weight().half())
+    assert scalars_of(module, loss=module(torch.full((1, 1), 2.0**15, dtype=torch.half)).sum()) == [2.0**15]
 
 
-def test_sums_do_not_overflow_in_half_precision():
-    assert run_ranks(4, no_gradient_overflows) == [2.0**15] * 4
-
-
-def layouts(rank, cap):
-    module = rank.make(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.LazyLinear(2)))
-    module(torch.zeros(1, 3, 6, 6))
-    module = module.double().to(memory_format=torch.channels_last)
-    module[3].weight = nn.Parameter(module[3].weight.detach().t().contiguous().t())  # strides the other way round
-    lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=cap)
-    reference = copy.deepcopy(module)
-    strides = [parameter.stride() for parameter in module.parameters()]
-    for step in range(3):
-        for each in (module, reference):
-            each.zero_grad(set_to_none=step != 1)
-        module(rows(step, rank.rank, (2, 3, 6, 6))).square().mean().backward()
-        reference(torch.cat([rows(step, r, (2, 3, 6, 6)) for r in range(rank.world)])).square().mean().backward()
-        compare(rank, module, reference)
-        assert [parameter.grad.stride() for parameter in module.parameters()] == strides
+def of_images(module, step, rank):
+    return module(rows(step, rank, 2, 3, 6, 6)).square().mean()
 
 
 @pytest.mark.parametrize("cap", [None, 1e-4])
-def test_gradients_are_laid_out_as_their_parameters(cap):
-    run_ranks(2, layouts, cap)
+@on_ranks(2)
+def test_gradients_are_laid_out_as_their_parameters(rank, cap):
+    module = rank.make(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 2)))
+    module = module.double().to(memory_format=torch.channels_last)
+    module[3].weight = nn.Parameter(module[3].weight.detach().t().contiguous().t())  # strides the other way round
+    strides = [parameter.stride() for parameter in module.parameters()]
+
+    def laid_out(each):
+        assert [parameter.grad.stride() for parameter in each.parameters()] == strides
+
+    lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=cap)
+    same_as_one_process(rank, module, of_images, then=laid_out)
 
 
-class Tied(nn.Module):
+def tied():
     """A weight under two names and used three times; a layer registered twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-        self.again = self.first
-
-    def forward(self, x):
-        return self.again(self.second(self.first(x).tanh()).tanh()).square().mean()
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    forward = lambda m, x: m.again(m.second(m.first(x).tanh()).tanh())  # noqa: E731
+    return Applying(forward, first=first, second=second, again=first)
 
 
-class Large(nn.Module):
+def large():
     """A gradient of 4 MiB, which travels alone, among small ones."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.large, self.last = nn.Linear(3, 8), nn.Linear(8, 65536, bias=False), nn.Linear(8, 1)
+    def forward(m, x):
+        x = m.linear(x).tanh()
+        return torch.cat([m.last(x + (x @ m.large.weight[:8])), m.large(x)], 1)
 
-    def forward(self, x):
-        x = self.first(x).tanh()
-        return self.last(x + (x @ self.large.weight[:8])).square().mean() + self.large(x).square().mean()
+    return Applying(forward, (3, 8), large=nn.Linear(8, 65536, bias=False), last=nn.Linear(8, 1))
 
 
-def own_and_whole(rank, make, steps):
-    module = lockstep.replicate(rank.make(make).double(), process_group=rank.group)
-    reference = copy.deepcopy(module)
-    for step in range(steps):
-        for each in (module, reference):
-            each.zero_grad(set_to_none=step % 2 == 0)
-        module(rows(step, rank.rank)).backward()
-        (sum(reference(rows(step, r)) for r in range(rank.world)) / rank.world).backward()
-        compare(rank, module, reference)
-
-
-@pytest.mark.parametrize("make", [Tied, Large])
-def test_shared_and_large_parameters(make):
-    run_ranks(2, own_and_whole, make, 3)
+@pytest.mark.parametrize("make", [tied, large])
+@on_ranks(2)
+def test_shared_and_large_parameters(rank, make):
+    same_as_one_process(rank, replicated(rank, lambda: make().double()), mean_square)
 
 
 # ------------------------------------------------------------------------------ optimizers and scaling
@@ -173,35 +121,18 @@ OPTIMIZERS = {
 }
 
 
-def optimize(rank):
+@on_ranks(2)
+def test_optimizers_and_clipping(rank):
     for make in OPTIMIZERS.values():
-        module = lockstep.replicate(rank.make(network).double(), process_group=rank.group, bucket_cap_mb=1e-4)
-        reference = copy.deepcopy(module)
-        optimizers = [make(each.parameters()) for each in (module, reference)]
-        for step in range(3):
-            losses = [
-                module(rows(step, rank.rank)).square().mean(),
-                reference(torch.cat([rows(step, r) for r in range(rank.world)])).square().mean(),
-            ]
-            norms = []
-            for each, loss, optimizer in zip((module, reference), losses, optimizers, strict=True):
-                loss.backward()
-                norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.1))
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=step != 1)
-            torch.testing.assert_close(*norms, rtol=1e-10, atol=0)
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-        lockstep.check_in_sync(module)
+        module = replicated(rank, network, bucket_cap_mb=1e-4)
+        clip = lambda each: nn.utils.clip_grad_norm_(each.parameters(), 0.1)  # noqa: E731
+        same_as_one_process(rank, module, mean_square, optimizer=make, then=clip)
 
 
-def test_optimizers_and_clipping():
-    run_ranks(2, optimize)
-
-
-def scale(rank):
+@on_ranks(2)
+def test_gradient_scaling_agrees_on_overflow(rank):
     """Overflow on one rank: both leave the step out, and halve the scale."""
-    module = lockstep.replicate(one_weight(), process_group=rank.group)
+    module = replicated(rank)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     values = []
@@ -211,324 +142,230 @@ def scale(rank):
         scaler.step(optimizer)
         scaler.update()
         values.append((next(module.parameters()).item(), scaler.get_scale()))
-    return values
+    assert values == [(-0.5, 4.0), (-0.5, 2.0), (-2.0, 2.0)]
 
 
-def test_gradient_scaling_agrees_on_overflow():
-    assert run_ranks(2, scale) == [[(-0.5, 4.0), (-0.5, 2.0), (-2.0, 2.0)]] * 2
-
-
-def autocast(rank):
-    module = lockstep.replicate(rank.make(network), process_group=rank.group)
-    reference = copy.deepcopy(module)
+def in_bfloat16(module, step, rank):
     with torch.autocast("cpu", torch.bfloat16):
-        loss = module(rows(0, rank.rank, dtype=torch.float32)).float().square().mean()
-        whole = [reference(rows(0, r, dtype=torch.float32)).float().square().mean() for r in range(rank.world)]
-    loss.backward()
-    (sum(whole) / rank.world).backward()
-    compare(rank, module, reference, 2e-2, 1e-3)
+        return module(rows(step, rank, dtype=torch.float32)).float().square().mean()
 
 
-def test_autocast():
-    run_ranks(2, autocast)
+@on_ranks(2)
+def test_autocast(rank):
+    module = replicated(rank, lambda: network().float())
+    same_as_one_process(rank, module, in_bfloat16, steps=1, rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("registered", ["before", "after"])
-def test_hooks_for_accumulated_gradients_see_reduced_ones(registered):
+@on_ranks(2)
+def test_hooks_for_accumulated_gradients_see_reduced_ones(rank, registered):
     """An optimizer for each parameter, which steps and drops the gradient as soon as it is there."""
-
-    def train(rank):
-        module = rank.make(network).double()
-        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in module.parameters()}
-        seen = []
-
-        def step(parameter):
-            seen.append(parameter)
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        def register():
-            for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(step)
-
-        if registered == "before":
-            register()
-        lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=1e-4)
-        if registered == "after":
-            register()
-        reference = copy.deepcopy(module)
-        whole = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for number in range(3):
-            module(rows(number, rank.rank)).square().mean().backward()
-            whole.zero_grad()
-            reference(torch.cat([rows(number, r) for r in range(rank.world)])).square().mean().backward()
-            whole.step()
-        assert len(seen) == 3 * len(optimizers)
-        assert all(parameter.grad is None for parameter in module.parameters())
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-13)
-        with module.no_sync():
-            module(rows(0, rank.rank)).sum().backward()
-        assert len(seen) == 3 * len(optimizers)  # what is this rank's alone waits for the ranks
-        module(rows(0, rank.rank)).sum().backward()
-        assert len(seen) == 4 * len(optimizers)
-        lockstep.check_in_sync(module)
-
-    run_ranks(2, train)
-
-
-def tensor_hooks(rank):
-    """They see what autograd has computed here, and what they return is what is averaged."""
-    module = lockstep.replicate(one_weight(), process_group=rank.group)
+    module = rank.make(network)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in module.parameters()}
     seen = []
-    (weight,) = module.parameters()
-    weight.register_hook(lambda grad: seen.append(grad.item()))
-    weight.register_hook(lambda grad: 10 * grad)
-    module(x_of(rank)).sum().backward()
-    return seen, weight.grad.item()
+
+    def step(parameter):
+        seen.append(parameter)
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    def register():
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+
+    if registered == "before":
+        register()
+    lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=1e-4)
+    if registered == "after":
+        register()
+    reference = copy.deepcopy(module)
+    whole = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for number in range(3):
+        mean_square(module, number, rank.rank).backward()
+        whole.zero_grad()
+        (sum(mean_square(reference, number, r) for r in range(rank.world)) / rank.world).backward()
+        whole.step()
+    assert len(seen) == 3 * len(optimizers)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-13)
+    with module.no_sync():
+        mean_square(module, 0, rank.rank).backward()
+    assert len(seen) == 3 * len(optimizers)  # what is this rank's alone waits for the ranks
+    mean_square(module, 0, rank.rank).backward()
+    assert len(seen) == 4 * len(optimizers)
+    lockstep.check_in_sync(module)
 
 
-def test_hooks_of_tensors_see_this_ranks_gradient():
-    assert run_ranks(2, tensor_hooks) == [([1.0], 15.0), ([2.0], 15.0)]
+@on_ranks(2)
+def test_hooks_of_tensors_see_this_ranks_gradient(rank):
+    """They see what autograd has computed here, and what they return is what is averaged."""
+    module, seen = replicated(rank), []
+    module.weight.register_hook(lambda grad: seen.append(grad.item()))
+    module.weight.register_hook(lambda grad: 10 * grad)
+    assert scalars_of(module, loss=module(x_of(rank)).sum()) == [15.0]
+    assert seen == [rank.rank + 1.0]
 
 
 # ------------------------------------------------------------------------------- gradients that are kept
 
-
-def keep(rank, how, size):
-    """Keeps what each step has given, in some way."""
-    module = lockstep.replicate(nn.ParameterList([torch.ones(size), torch.ones(3)]), process_group=rank.group)
-    kept = []
-    for step in range(4):
-        module.zero_grad()
-        sum((p * (step + rank.rank)).sum() for p in module).backward()
-        kept.append(how(module))
-    return [each.flatten()[0].item() for each in kept]
+WAYS = {
+    "whole": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "view": lambda grad: grad[:2],
+    "other view": lambda grad: grad.view(-1),
+    "as numpy": lambda grad: torch.from_numpy(grad.numpy()),
+}
 
 
-def whole(module):
-    return module[0].grad
-
-
-def detached(module):
-    return module[0].grad.detach()
-
-
-def view(module):
-    return module[0].grad[:2]
-
-
-def other_view(module):
-    return module[0].grad.view(-1)
-
-
-def as_numpy(module):
-    return torch.from_numpy(module[0].grad.numpy())
+def two_parameters(rank, size=4):
+    return replicated(rank, lambda: nn.ParameterList([torch.ones(size), torch.ones(3)]))
 
 
 @pytest.mark.parametrize("size", [4, 1 << 20], ids=["in a bucket", "alone"])
-@pytest.mark.parametrize("how", [whole, detached, view, other_view, as_numpy], ids=lambda each: each.__name__)
-def test_a_gradient_that_somebody_keeps_is_not_overwritten(how, size):
-    assert run_ranks(2, keep, how, size) == [[0.5, 1.5, 2.5, 3.5]] * 2
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_gradient_that_somebody_keeps_is_not_overwritten(rank, way, size):
+    module, kept = two_parameters(rank, size), []
+    for step in range(4):
+        module.zero_grad()
+        sum((p * (step + rank.rank)).sum() for p in module).backward()
+        kept.append(WAYS[way](module[0].grad))
+    assert [each.flatten()[0].item() for each in kept] == [0.5, 1.5, 2.5, 3.5]
 
 
-def free(rank):
-    module = lockstep.replicate(nn.ParameterList([torch.ones(4), torch.ones(3)]), process_group=rank.group)
-    found = []
+@on_ranks(2)
+def test_memory_of_gradients_that_the_program_has_freed_is_not_written(rank):
+    module, found = two_parameters(rank), []
     for step in range(3):
         module.zero_grad()
         sum((p * (step + rank.rank)).sum() for p in module).backward()
         found += [p.grad[0].item() for p in module]
         module[0].grad.untyped_storage().resize_(0)
-    return found
+    assert found == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
 
 
-def test_memory_of_gradients_that_the_program_has_freed_is_not_written():
-    assert run_ranks(2, free) == [[0.5, 0.5, 1.5, 1.5, 2.5, 2.5]] * 2
-
-
-def memory(rank):
-    """Return where gradients lie in each step, if nobody keeps them."""
-    module = lockstep.replicate(nn.ParameterList([torch.ones(4), torch.ones(3)]), process_group=rank.group)
-    places = []
+@on_ranks(2)
+def test_gradients_that_nobody_keeps_stay_where_they_are(rank):
+    module, places = two_parameters(rank), []
     for step in range(6):
         module.zero_grad(set_to_none=step != 3)
         sum(p.sum() for p in module).backward()
         places.append(module[0].grad.data_ptr())
         assert module[0].grad.untyped_storage().data_ptr() == module[1].grad.untyped_storage().data_ptr()
-    return len(set(places[1:]))
+    assert len(set(places[1:])) == 1
 
 
-def test_gradients_that_nobody_keeps_stay_where_they_are():
-    assert run_ranks(2, memory) == [1, 1]
-
-
-def given_by_the_user(rank):
-    """A gradient that the user has put there is added to, as on one device, not replaced; and it is theirs."""
-    module = lockstep.replicate(one_weight(), process_group=rank.group)
-    (weight,) = module.parameters()
+@on_ranks(2)
+def test_a_gradient_put_there_by_hand_is_added_to(rank):
+    """As on one device; it is not replaced, and it is theirs."""
+    module = replicated(rank)
     module(x_of(rank)).sum().backward()
-    weight.grad = torch.full((1, 1), 10.0)
+    module.weight.grad = torch.full((1, 1), 10.0)
     module(x_of(rank)).sum().backward()
-    return weight.grad.item()
-
-
-def test_a_gradient_put_there_by_hand_is_added_to():
-    assert run_ranks(2, given_by_the_user) == [11.5] * 2
+    assert scalars(module) == [11.5]
 
 
 # -------------------------------------------------------------------------- freezing, calling, second order
 
 
-def freeze(rank):
+@on_ranks(2)
+def test_frozen_thawed_and_frozen_again(rank):
     module = nn.Sequential(one_weight(), one_weight())
     module[0].requires_grad_(False)
     lockstep.replicate(module, process_group=rank.group)
-    seen = []
-    for first, second in ((False, True), (True, True), (True, False), (False, True), (True, True)):
-        module[0].requires_grad_(first)
-        module[1].requires_grad_(second)
-        module.zero_grad()
-        module(x_of(rank)).sum().backward()
-        seen.append([None if p.grad is None else p.grad.item() for p in module.parameters()])
-    return seen
+    for trained in ((False, True), (True, True), (True, False), (False, True), (True, True)):
+        for layer, each in zip(module, trained, strict=True):
+            layer.requires_grad_(each)
+        assert scalars_of(module, loss=module(x_of(rank)).sum()) == [1.5 if each else None for each in trained]
 
 
-def test_frozen_thawed_and_frozen_again():
-    wanted = [[None, 1.5], [1.5, 1.5], [1.5, None], [None, 1.5], [1.5, 1.5]]
-    assert run_ranks(2, freeze) == [wanted] * 2
-
-
-class Methods(nn.Module):
-    """Several ways in."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = one_weight(), one_weight()
-
-    def forward(self, x):
-        return self.decoder(self.encoder(x))
-
-    def encode(self, x):
-        return self.encoder(x)
-
-
-def call(rank):
-    module = lockstep.replicate(Methods(), process_group=rank.group)
-    seen = []
-    for use in (
-        module.encode,
-        module.encoder,
-        lambda x: module.decoder(module.encode(x)),
-        lambda x: torch.func.functional_call(module, dict(module.named_parameters()), (x,)),
-        lambda x: x @ module.decoder.weight,
+@on_ranks(2)
+def test_whatever_is_called(rank):
+    module = Applying(lambda m, x: m.decoder(m.encoder(x)), encoder=one_weight(), decoder=one_weight())
+    del module.linear
+    module.encode = lambda x: module.encoder(x)
+    lockstep.replicate(module, process_group=rank.group)
+    for use, wanted in (
+        (module.encode, [1.5, None]),
+        (module.encoder, [1.5, None]),
+        (lambda x: module.decoder(module.encode(x)), [1.5, 1.5]),
+        (lambda x: torch.func.functional_call(module, dict(module.named_parameters()), (x,)), [1.5, 1.5]),
+        (lambda x: x @ module.decoder.weight, [None, 1.5]),
     ):
-        module.zero_grad()
-        use(x_of(rank)).sum().backward()
-        seen.append([None if p.grad is None else p.grad.item() for p in module.parameters()])
-    return seen
+        assert scalars_of(module, loss=use(x_of(rank)).sum()) == wanted
 
 
-def test_whatever_is_called():
-    assert run_ranks(2, call) == [[[1.5, None], [1.5, None], [1.5, 1.5], [1.5, 1.5], [None, 1.5]]] * 2
-
-
-def penalty(rank):
+@on_ranks(2)
+def test_second_order(rank):
     """A gradient penalty beside one process, over three steps."""
-    module = lockstep.replicate(rank.make(network).double(), process_group=rank.group)
+    module = replicated(rank, network)
     reference = copy.deepcopy(module)
     for step in range(3):
-        for each in (module, reference):
-            each.zero_grad()
-        parameters = list(module.parameters())
-        loss = module(rows(step, rank.rank)).square().mean()
-        grads = lockstep.loop.mean_over_ranks(torch.autograd.grad(loss, parameters, create_graph=True), rank.group)
+        module.zero_grad()
+        reference.zero_grad()
+        loss = mean_square(module, step, rank.rank)
+        grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+        grads = lockstep.loop.mean_over_ranks(grads, rank.group)
         sum(grad.square().sum() for grad in grads).backward()
-        whole = reference(torch.cat([rows(step, r) for r in range(rank.world)])).square().mean()
+        whole = sum(mean_square(reference, step, r) for r in range(rank.world)) / rank.world
         wanted = torch.autograd.grad(whole, list(reference.parameters()), create_graph=True)
         torch.testing.assert_close([*grads], [*wanted], rtol=1e-10, atol=1e-13)
         sum(grad.square().sum() for grad in wanted).backward()
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            got, wanted_grad = (torch.zeros_like(each) if each.grad is None else each.grad for each in (p, q))
-            torch.testing.assert_close(got, wanted_grad, rtol=1e-9, atol=1e-12)
+        same_gradients(rank, module, reference, 1e-9, 1e-12)
 
 
-def test_second_order():
-    run_ranks(2, penalty)
-
-
-def local_only(rank):
-    module = lockstep.replicate(one_weight(), process_group=rank.group)
-    (weight,) = module.parameters()
-    (grad,) = torch.autograd.grad(module(x_of(rank)).sum(), weight)
-    first = grad.item(), weight.grad, lockstep.loop.mean_over_ranks(grad, rank.group).item()
-    module(x_of(rank)).sum().backward()
-    return *first, weight.grad.item()
-
-
-def test_autograd_grad_is_this_ranks():
-    assert run_ranks(2, local_only) == [(rank, None, 1.5, 1.5) for rank in (1.0, 2.0)]
+@on_ranks(2)
+def test_autograd_grad_is_this_ranks(rank):
+    module = replicated(rank)
+    (grad,) = torch.autograd.grad(module(x_of(rank)).sum(), module.weight)
+    assert (grad.item(), module.weight.grad) == (rank.rank + 1.0, None)
+    assert lockstep.loop.mean_over_ranks(grad, rank.group).item() == 1.5
+    assert scalars_of(module, loss=module(x_of(rank)).sum()) == [1.5]
 
 
 # ------------------------------------------------------------------------------------------- failures
 
 
-def fail(rank, cap, where, failing, weight):
-    """Backward fails on some ranks, before or after a layer; all go on with another branch."""
-    module = nn.Sequential(one_weight(), one_weight(), one_weight())
-    lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=cap)
-    module(x_of(rank)).sum().backward()
-    module.zero_grad()
-    errors = []
-    for _ in range(2):
-        x = x_of(rank)
-        for index in range(2):
-            x = fails_in_backward(x, rank.rank in failing) if index == where else x
-            x = module[index](x)
-        with lockstep.accumulate(module, weight=weight):
-            try:
-                x.sum().backward()
-            except (ArithmeticError, lockstep.errors.PeerError) as error:
-                errors.append(f"{type(error).__name__}: {error}")
-        module.zero_grad()
-    with lockstep.accumulate(module, weight=weight):
-        module[2](x_of(rank)).sum().backward()
-    return errors, [None if p.grad is None else p.grad.item() for p in module.parameters()]
-
-
 @pytest.mark.parametrize("weight", [None, 1.0])
 @pytest.mark.parametrize("cap", [None, 1e-6], ids=["one bucket", "many buckets"])
-@pytest.mark.parametrize(("where", "failing"), [(1, {1}), (1, {0}), (1, {0, 1})])
-def test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten(where, failing, cap, weight):
-    for rank, (errors, grads) in enumerate(run_ranks(2, fail, cap, where, failing, weight)):
-        for error in errors:
-            if rank in failing:
-                assert error == "ArithmeticError: a bad batch"
-            else:
-                assert error.startswith("PeerError: ")
-                assert f"backward failed on rank {min(failing)}" in error
-        assert len(errors) == 2
-        assert grads == [None, None, 1.5]
+@pytest.mark.parametrize("failing", [{1}, {0}, {0, 1}])
+@on_ranks(2)
+def test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten(rank, failing, cap, weight):
+    """Between two layers; all go on with another branch."""
+    module = replicated(rank, lambda: nn.Sequential(one_weight(), one_weight(), one_weight()), bucket_cap_mb=cap)
+    module(x_of(rank)).sum().backward()
+    message = "a bad batch" if rank.rank in failing else f"backward failed on rank {min(failing)}"
+    for _ in range(2):
+        module.zero_grad()
+        y = module[1](fails_in_backward(module[0](x_of(rank)), rank.rank in failing))
+        error = ArithmeticError if rank.rank in failing else PeerError
+        with lockstep.accumulate(module, weight=weight), pytest.raises(error, match=message):
+            y.sum().backward()
+    module.zero_grad()
+    with lockstep.accumulate(module, weight=weight):
+        module[2](x_of(rank)).sum().backward()
+    assert scalars(module) == [None, None, 1.5]
 
 
 def fail_in_forward(rank, weight):
     """Nothing has been sent, so the rank may take another batch, if batches are weighed."""
-    module = lockstep.replicate(one_weight(), process_group=rank.group)
+    module = replicated(rank)
     if rank.rank == 1:
         with pytest.raises(RuntimeError):
             module(torch.ones(3, 3))
     with lockstep.accumulate(module, weight=weight):
         module(x_of(rank)).sum().backward()
-    return next(module.parameters()).grad.item()
+    return scalars(module)
 
 
 def test_forward_that_fails_costs_nothing_where_batches_are_weighed():
-    assert run_ranks(2, fail_in_forward, 1.0) == [1.5] * 2
+    assert run_ranks(2, fail_in_forward, 1.0) == [[1.5]] * 2
 
 
 def test_forward_that_fails_and_another_batch_are_a_warning_on_all_ranks():
     with pytest.warns(UserWarning, match="If a rank has skipped a batch after its forward") as caught:
-        assert run_ranks(2, fail_in_forward, None) == [1.5] * 2
+        assert run_ranks(2, fail_in_forward, None) == [[1.5]] * 2
     assert {str(each.message).partition(",")[0] for each in caught} == {
         f"rank {rank}: since the last one" for rank in range(2)
     }
@@ -537,55 +374,40 @@ def test_forward_that_fails_and_another_batch_are_a_warning_on_all_ranks():
 # --------------------------------------------------------------------------------- devices, statistics
 
 
-def test_simulated_accelerators(sim):
+@on_ranks(2)
+def test_simulated_accelerators(rank, sim):
     """Gloo cannot send their memory: the error is one of ours, on each rank."""
-    device = sim.devices(1)[0]
-
-    def train(rank):
-        with pytest.raises(lockstep.errors.LockstepError) as caught:
-            lockstep.replicate(one_weight().to(device), process_group=rank.group)
-        return str(caught.value)
-
-    for message in run_ranks(2, train):
-        assert "initial values failed" in message
+    with pytest.raises(LockstepError, match="initial values failed"):
+        lockstep.replicate(one_weight().to(sim.devices(1)[0]), process_group=rank.group)
 
 
-def observe(rank):
-    module = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=1e-4)
+@on_ranks(1)  # the profiler is one for all threads
+def test_statistics_and_labels(rank):
+    module = replicated(rank, network, bucket_cap_mb=1e-4)
     for step in range(2):
-        module(rows(step, rank.rank, dtype=torch.float32)).sum().backward()
+        mean_square(module, step, rank.rank).backward()
     before = lockstep.loop.statistics(module)
     with module.no_sync():
-        module(rows(0, rank.rank, dtype=torch.float32)).sum().backward()
-    quiet = lockstep.loop.statistics(module).calls["collective"] - before.calls["collective"]
+        mean_square(module, 0, rank.rank).backward()
+    assert lockstep.loop.statistics(module).calls["collective"] == before.calls["collective"]
     with profile(acc_events=True) as profiled:  # this thread's alone
-        module(rows(0, rank.rank, dtype=torch.float32)).sum().backward()
+        mean_square(module, 0, rank.rank).backward()
     after = lockstep.loop.statistics(module)
     labels = [event.name for event in profiled.events() if event.name.startswith("lockstep::")]
-    return quiet, after.calls["collective"] - before.calls["collective"], set(after.seconds) == set(after.calls), labels
-
-
-def test_statistics_and_labels():
-    for quiet, collectives, alike, labels in run_ranks(1, observe):  # the profiler is one for all threads
-        assert quiet == 0
-        assert collectives == sum(label.startswith("lockstep::collective (all_reduce, bucket") for label in labels) > 1
-        assert alike
-        assert "lockstep::wait" in labels
-        assert any(label.startswith("lockstep::finish (round ") for label in labels)
-        assert "lockstep::collect" in labels
-
-
-def collectives_of_a_step(rank):
-    """How many a settled step takes of a module whose gradients are two MiB, none of them large."""
-    model = lockstep.replicate(
-        rank.make(lambda: torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))), process_group=rank.group
-    )
-    for _ in range(3):
-        before = lockstep.loop.statistics(model).calls.get("collective", 0)
-        model(torch.ones(1, 256)).sum().backward()
-    return lockstep.loop.statistics(model).calls["collective"] - before
+    collectives = after.calls["collective"] - before.calls["collective"]
+    assert collectives == sum(label.startswith("lockstep::collective (all_reduce, bucket") for label in labels) > 1
+    assert set(after.seconds) == set(after.calls)
+    assert "lockstep::wait" in labels
+    assert any(label.startswith("lockstep::finish (round ") for label in labels)
+    assert "lockstep::collect" in labels
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [("", 2), ("ab", 2), ("aa", 1)])
-def test_a_first_bucket_keeps_a_network_busy_and_there_is_none_in_shared_memory(hosts, expected):
-    assert run_ranks(2, collectives_of_a_step, hosts=hosts) == [expected, expected]
+@on_ranks(2, "hosts")
+def test_a_first_bucket_keeps_a_network_busy_and_there_is_none_in_shared_memory(rank, expected):
+    """Of gradients of two MiB, none of them large; what a settled step takes."""
+    module = replicated(rank, lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))))
+    for _ in range(3):
+        before = lockstep.loop.statistics(module).calls.get("collective", 0)
+        module(torch.ones(1, 256)).sum().backward()
+    assert lockstep.loop.statistics(module).calls["collective"] - before == expected

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from small_modules import fails_in_backward
+
 
 def mlp(*sizes):
     """Linear layers with a tanh between any two."""
@@ -64,6 +66,33 @@ class Recurrent(nn.Module):
         if self.flattens:
             self.rnn.flatten_parameters()
         return self.rnn(x[:, None])[0][:, 0]
+
+
+class Deep(nn.Module):
+    """Layers, of which forward takes those listed."""
+
+    def __init__(self, count=5, width=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x, chosen):
+        for index in chosen:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+class OnDemand(nn.Module):
+    """The loss of layers, one of which is used on demand, with a batch norm; backward fails on demand."""
+
+    def __init__(self, width=7):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, width)
+        self.norm, self.extra = nn.BatchNorm1d(5), nn.Linear(3, 5)
+
+    def forward(self, x, extra=False, fails=False):
+        y = self.norm(self.first(x))
+        y = y + self.extra(x) if extra else y
+        return fails_in_backward(self.last(y), fails).square().mean(1).sum()
 
 
 class Positive(nn.Module):
