@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -20,25 +21,25 @@ from lockstep.loop import skip_batch
 from lockstep.sharding import shard_optimizer
 from lockstep.shares import GlobalBatches
 from processes import run_processes
+from programs.networks import Applying
+from programs.ranks import on_ranks, replicated
 from small_modules import fails_in_backward
 from threaded import run_ranks
 
 pytestmark = pytest.mark.usefixtures("alone_from_64_kib")
 
 SIDES = {"one bucket": 8, "parts": 100, "a bucket of its own": 130}
+sides = pytest.mark.parametrize("side", SIDES)
 
 
-class Layers(nn.Module):
-    """Layers, of which one is large; a forward may leave out the last one."""
+def layers(side=8):
+    """Layers, of which one may be large; a forward may leave out the last one."""
 
-    def __init__(self, side: int) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(4, side), nn.Linear(side, side), nn.Linear(side, 2)
-        self.extra = nn.Linear(4, 2)
+    def forward(m, x, extra=True):
+        out = m.last(m.middle(m.linear(x).tanh()).tanh())
+        return out + m.extra(x) if extra else out
 
-    def forward(self, x, extra=True):
-        out = self.last(self.middle(self.first(x).tanh()).tanh())
-        return out + self.extra(x) if extra else out
+    return Applying(forward, (4, side), middle=nn.Linear(side, side), last=nn.Linear(side, 2), extra=nn.Linear(4, 2))
 
 
 # What a program does with its gradients: it gives every parameter one, and returns what it will read of it.
@@ -73,6 +74,7 @@ def memory_of_numpy(module):
 
 
 WAYS = [one_flat_tensor, each_kept, each_detached, memory_of_numpy]
+ways = pytest.mark.parametrize("way", WAYS, ids=lambda each: each.__name__)
 
 
 def content(memory):
@@ -84,15 +86,28 @@ def clear(memory):
         each[...] = 0
 
 
+def has_gradients(memory, reference, **close):
+    """What the program reads are the gradients of a reference."""
+    torch.testing.assert_close(content(memory), content([p.grad for p in reference.parameters()]), **close)
+
+
+def equal_and_not_zero(rank, memory):
+    return rank.all_equal(memory[0]) and bool(memory[0].any())
+
+
 def numbers(rows, step):
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(step), device="cpu").to(
         torch.get_default_device()
     )
 
 
+def square(module, x):
+    return module(x).square().sum()
+
+
 def train(rank, implementation, way, side, options=(), micro_batches=1):
     """Five steps of an optimizer that reads the memory itself, beside one process that has all rows."""
-    module = rank.make(lambda: Layers(SIDES[side]))
+    module = rank.make(lambda: layers(SIDES[side]))
     reference = copy.deepcopy(module)
     options = dict(options)
     hook, micro_batches = options.pop("hook", False), options.pop("micro_batches", micro_batches)
@@ -109,31 +124,31 @@ def train(rank, implementation, way, side, options=(), micro_batches=1):
         own = x.chunk(rank.world)[rank.rank].chunk(micro_batches)
         for number, rows in enumerate(own):
             with ddp.no_sync() if number < micro_batches - 1 else contextlib.nullcontext():
-                ddp(rows).square().sum().backward()
-        (reference(x).square().sum() / rank.world).backward()
-        torch.testing.assert_close(content(memory), content([p.grad for p in reference.parameters()]), **close)
+                square(ddp, rows).backward()
+        (square(reference, x) / rank.world).backward()
+        has_gradients(memory, reference, **close)
         assert [id(p.grad) for p in module.parameters()] == ids
         for p, q in zip(module.parameters(), reference.parameters(), strict=True):
             p.data.sub_(p.grad, alpha=0.01)
             q.data.copy_(p.data)
-    return True
+
+
+def beside_ddp(rank, implementation, way):
+    train(rank, implementation, globals()[way], "parts", micro_batches=2)
 
 
 @both
 @pytest.mark.parametrize("way", ["one_flat_tensor", "each_kept", "memory_of_numpy"])
 def test_beside_ddp(implementation, way):
-    assert run_processes(2, beside_ddp, implementation, way) == [True, True]
+    run_processes(2, beside_ddp, implementation, way)
 
 
-def beside_ddp(rank, implementation, way):
-    return train(rank, implementation, globals()[way], "parts", micro_batches=2)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("side", SIDES)
+@ways
+@sides
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_the_mean_is_where_the_program_reads_it(way, side, hosts):
-    assert run_ranks(2, train, "lockstep", way, side, hosts=hosts) == [True, True]
+@on_ranks(2, "hosts")
+def test_the_mean_is_where_the_program_reads_it(rank, way, side):
+    train(rank, "lockstep", way, side)
 
 
 OPTIONS = {
@@ -145,22 +160,26 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_mean_is_there_with_every_option(options):
-    assert run_ranks(3, train, "lockstep", one_flat_tensor, "parts", OPTIONS[options]) == [True] * 3
+@on_ranks(3)
+def test_the_mean_is_there_with_every_option(rank, options):
+    train(rank, "lockstep", one_flat_tensor, "parts", OPTIONS[options])
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_the_mean_is_there_on_accelerators(side, sim):
-    assert run_ranks(2, train, "lockstep", one_flat_tensor, side, device="sim") == [True, True]
+@pytest.mark.usefixtures("sim")
+@sides
+@on_ranks(2, device="sim")
+def test_the_mean_is_there_on_accelerators(rank, side):
+    train(rank, "lockstep", one_flat_tensor, side)
 
 
 # --------------------------------------------------------------------- gradients that nobody keeps
 
 
-def nobody_keeps(rank, assigned):
-    """What autograd made in an earlier pass, or the program only assigned, goes into the buckets."""
-    module = lockstep.replicate(rank.make(lambda: Layers(8)), process_group=rank.group)
-    outside = []
+@pytest.mark.parametrize("assigned", [False, True])
+@on_ranks(2)
+def test_gradients_that_nobody_keeps_go_into_a_bucket(rank, assigned):
+    """What autograd made in an earlier pass, or the program only assigned."""
+    module = replicated(rank, layers)
     for step in range(4):
         module.zero_grad()
         if assigned:
@@ -170,89 +189,59 @@ def nobody_keeps(rank, assigned):
             with module.no_sync():
                 module(numbers(2, step)).sum().backward()
         module(numbers(2, step)).sum().backward()
-        outside.append(len({p.grad.untyped_storage().data_ptr() for p in module.parameters()}))
-    return outside
-
-
-@pytest.mark.parametrize("assigned", [False, True])
-def test_gradients_that_nobody_keeps_go_into_a_bucket(assigned):
-    assert run_ranks(2, nobody_keeps, assigned) == [[1] * 4] * 2
-
-
-def stay_in_buckets(rank):
-    """Also when buckets are planned anew, after the first step."""
-    module = lockstep.replicate(rank.make(lambda: Layers(8)), process_group=rank.group, bucket_cap_mb=1e-4)
-    for step in range(3):
-        module.zero_grad(set_to_none=False)
-        module(numbers(2, step)).sum().backward()
-        if not step:
-            first = [p.grad.data_ptr() for p in module.parameters()]
-    return [p.grad.data_ptr() for p in module.parameters()] != first
+        assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters()}) == 1
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_gradients_follow_their_buckets_to_a_new_plan(hosts):
-    assert run_ranks(2, stay_in_buckets, hosts=hosts) == [True, True]
+@on_ranks(2, "hosts")
+def test_gradients_follow_their_buckets_to_a_new_plan(rank):
+    """They stay in buckets also when these are planned anew, after the first step."""
+    module, places = replicated(rank, layers, bucket_cap_mb=1e-4), []
+    for step in range(3):
+        module.zero_grad(set_to_none=False)
+        module(numbers(2, step)).sum().backward()
+        places.append([p.grad.data_ptr() for p in module.parameters()])
+    assert places[0] != places[-1]
 
 
-def kept_from_the_first_step(rank):
+@on_ranks(2)
+def test_gradients_of_the_first_step_that_the_program_keeps(rank):
     """As fused optimizers do: a list of the gradients that there are after the first step."""
-    module = lockstep.replicate(rank.make(lambda: Layers(8)), process_group=rank.group)
-    kept, found = [], []
+    module, kept = replicated(rank, layers), []
     for step in range(4):
         for grad in kept:
             grad.zero_()
         if step == 2:
-            module.first.weight.grad = None
+            module.linear.weight.grad = None
         (module(numbers(2, step)).sum() * (rank.rank + 1)).backward()
         if not step:
             kept = [p.grad for p in module.parameters()]
-        found.append(all(rank.all_equal(grad) for grad in kept))
-    return found
-
-
-def test_gradients_of_the_first_step_that_the_program_keeps():
-    assert run_ranks(2, kept_from_the_first_step) == [[True] * 4] * 2
+        assert [rank.all_equal(grad) for grad in kept] == [True] * len(kept)
 
 
 # ---------------------------------------------------------------------------- unusual gradients
 
 
-def unused(rank, side):
-    module = rank.make(lambda: Layers(SIDES[side]))
-    lockstep.replicate(module, process_group=rank.group)
-    found = []
+@sides
+@on_ranks(2)
+def test_parameters_that_some_ranks_or_none_use(rank, side):
+    module = replicated(rank, lambda: layers(SIDES[side]))
     for on_rank_1 in (True, False, True):
         memory = one_flat_tensor(module)
         before = [p.grad for p in module.parameters()]
         with torch.no_grad():
             memory[0].add_(1.0)
         module(numbers(2, rank.rank), extra=on_rank_1 and rank.rank == 1).square().sum().backward()
-        found.append(
-            [rank.all_equal(memory[0]), all(p.grad is b for p, b in zip(module.parameters(), before, strict=True))]
-        )
-        found.append(bool(torch.all(module.extra.bias.grad == 1)) is not on_rank_1)
-    return found
+        assert rank.all_equal(memory[0])
+        assert all(p.grad is b for p, b in zip(module.parameters(), before, strict=True))
+        assert bool(torch.all(module.extra.bias.grad == 1)) is not on_rank_1
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_parameters_that_some_ranks_or_none_use(side):
-    assert run_ranks(2, unused, side) == [[[True, True], True] * 3] * 2
-
-
-class Rows(nn.Module):
-    """A sparse gradient, and a dense one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.layer = nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.layer(self.rows(x))
-
-
-def sparse(rank, dense_memory):
-    module = rank.make(Rows)
+@pytest.mark.parametrize("dense_memory", [True, False])
+@on_ranks(2)
+def test_sparse_gradients_in_memory_of_the_program(rank, dense_memory):
+    """Beside a dense one."""
+    module = rank.make(lambda: nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2)))
     reference = copy.deepcopy(module)
     lockstep.replicate(module, process_group=rank.group)
     if dense_memory:
@@ -266,16 +255,10 @@ def sparse(rank, dense_memory):
         reference.zero_grad()
         for each in memory:
             each.zero_()
-        module(rows[rank.rank]).square().sum().backward()
-        (reference(rows).square().sum() / 2).backward()
-        got = torch.cat([each.to_dense().flatten() if each.is_sparse else each.flatten() for each in memory])
+        square(module, rows[rank.rank]).backward()
+        (square(reference, rows) / 2).backward()
+        got = torch.cat([each.to_dense().flatten() for each in memory])
         torch.testing.assert_close(got, torch.cat([p.grad.to_dense().flatten() for p in reference.parameters()]))
-    return True
-
-
-@pytest.mark.parametrize("dense_memory", [True, False])
-def test_sparse_gradients_in_memory_of_the_program(dense_memory):
-    assert run_ranks(2, sparse, dense_memory) == [True, True]
 
 
 def distributed_tensors(rank, side):
@@ -295,76 +278,61 @@ def distributed_tensors(rank, side):
         torch.testing.assert_close(flat[:-3].view(side, 4), 3 * whole)
         torch.testing.assert_close(flat[-3:], torch.full((3,), 0.5))
         assert module[0].grad is given
-    return True
 
 
 @pytest.mark.parametrize("side", [8, 300_000], ids=["in a bucket", "alone"])
 def test_gradients_that_are_distributed_tensors(side):
-    assert run_processes(2, distributed_tensors, side) == [True, True]
+    run_processes(2, distributed_tensors, side)
 
 
-def twice(rank):
+def with_a_recomputed_layer(module, x):
+    hidden = checkpoint(module.extra, x.requires_grad_(), use_reentrant=True)
+    return (module(x + 0 * hidden.sum()) + hidden).square().sum()
+
+
+@on_ranks(2)
+def test_gradients_that_come_again_when_their_bucket_has_left(rank):
     """The layer that comes first in the plan gets one more gradient when its bucket has left."""
-    module = rank.make(lambda: Layers(8))
+    module = rank.make(layers)
     reference = copy.deepcopy(module)
     lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=1e-4)
-    memory = one_flat_tensor(module)
-    x = numbers(4, 0)
-
-    def loss_of(network, rows):
-        hidden = torch.utils.checkpoint.checkpoint(network.extra, rows.requires_grad_(), use_reentrant=True)
-        return (network(rows + 0 * hidden.sum()) + hidden).square().sum()
-
+    memory, x = one_flat_tensor(module), numbers(4, 0)
     for _ in range(4):
-        memory[0].zero_()
+        clear(memory)
         reference.zero_grad()
-        loss_of(module, x.chunk(2)[rank.rank].clone()).backward()
-        (loss_of(reference, x.clone()) / 2).backward()
-        torch.testing.assert_close(memory[0], content([p.grad for p in reference.parameters()]))
-    return True
-
-
-def test_gradients_that_come_again_when_their_bucket_has_left():
-    assert run_ranks(2, twice) == [True, True]
+        with_a_recomputed_layer(module, x.chunk(2)[rank.rank].clone()).backward()
+        (with_a_recomputed_layer(reference, x.clone()) / 2).backward()
+        has_gradients(memory, reference)
 
 
 # ------------------------------------------------------------------------ several modules, and loops
 
 
-def only_one_of_two(rank):
+@on_ranks(2)
+def test_a_module_that_this_rank_has_not_reached(rank):
     """A pass of rank 0 does not reach the second module, whose gradient another rank has."""
-    first, second = (lockstep.replicate(rank.make(lambda: Layers(8)), process_group=rank.group) for _ in range(2))
-    found = []
+    first, second = (replicated(rank, layers) for _ in range(2))
     memory = one_flat_tensor(second)
     for step in range(3):
         first.zero_grad()
-        memory[0].zero_()
+        clear(memory)
         loss = first(numbers(2, step)).sum()
         if rank.rank:
             loss = loss + second(numbers(2, step)).sum()
         loss.backward()
-        found.append(rank.all_equal(memory[0]) and bool(memory[0].any()))
-    return found
+        assert equal_and_not_zero(rank, memory)
 
 
-def test_a_module_that_this_rank_has_not_reached():
-    assert run_ranks(2, only_one_of_two) == [[True] * 3] * 2
-
-
-def uneven(rank):
+@on_ranks(2)
+def test_padding_batches(rank):
     """Rank 1 runs out first: at its padding batches it gets the gradients of rank 0."""
-    module = lockstep.replicate(rank.make(lambda: Layers(8)), process_group=rank.group)
-    memory = one_flat_tensor(module)
-    found = []
+    module = replicated(rank, layers)
+    memory, found = one_flat_tensor(module), []
     for step, _ in enumerate(lockstep.batches([0] * (4 - rank.rank), module)):
-        memory[0].zero_()
+        clear(memory)
         (module(numbers(2, step)).sum() * (rank.rank + 1)).backward()
-        found.append(rank.all_equal(memory[0]) and bool(memory[0].any()))
-    return found
-
-
-def test_padding_batches():
-    assert run_ranks(2, uneven) == [[True] * 4] * 2
+        found.append(equal_and_not_zero(rank, memory))
+    assert found == [True] * 4
 
 
 # ------------------------------------------------------------------------------------- gradients that are dropped
@@ -372,40 +340,49 @@ def test_padding_batches():
 
 def dropped(rank, how, side, piled):
     """On no rank the memory has what one rank has computed."""
-    module = lockstep.replicate(rank.make(lambda: Layers(SIDES[side])), process_group=rank.group)
-    found = []
+    module = replicated(rank, lambda: layers(SIDES[side]))
     for step in range(3):
-        memory = one_flat_tensor(module)
+        memory, is_bad = one_flat_tensor(module), step == 1 and rank.rank == 1
         if piled:
             with module.no_sync():
                 module(numbers(2, step)).sum().backward()
         with contextlib.suppress(ArithmeticError, PeerError):
             out = module(numbers(2, step + rank.rank))
-            if step == 1 and rank.rank and how == "skips":
+            if is_bad and how == "skips":
                 skip_batch(module)
             else:
-                fails_in_backward(out, step == 1 and rank.rank == 1).sum().backward()
-        found.append((rank.all_equal(memory[0]), bool(memory[0].any()), module.first.weight.grad is None))
-    return found
+                fails_in_backward(out, is_bad).sum().backward()
+        assert rank.all_equal(memory[0])
+        assert bool(memory[0].any()) == (step != 1)
+        assert (module.linear.weight.grad is None) == (step == 1)
 
 
 @pytest.mark.parametrize("how", ["fails", "skips"])
 @pytest.mark.parametrize("piled", [False, True])
-@pytest.mark.parametrize("side", SIDES)
+@sides
 def test_gradients_that_are_dropped_are_zero_in_memory_of_the_program(how, side, piled, caplog):
-    usual = True, True, False
-    assert run_ranks(2, dropped, how, side, piled) == [[usual, (True, False, True), usual]] * 2
+    run_ranks(2, dropped, how, side, piled)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.split(":")[0] for text in told] == ["gradients whose memory the program keeps were dropped (8)"] * 2
 
 
-def late_messages(rank, told, seen):
+@pytest.fixture
+def told():
+    return threading.Event()
+
+
+@pytest.fixture
+def seen():
+    return threading.Barrier(2)
+
+
+@on_ranks(2)
+def test_what_arrives_after_a_failure_is_not_written_to_memory_of_the_program(rank, told, seen):
     """Rank 0 fails after a large gradient has left. Rank 1 sends its own when rank 0 is done with its batch."""
-    module = nn.ParameterList([torch.ones(4), torch.ones(1024, 20)])
-    lockstep.replicate(module, process_group=rank.group)
+    module = replicated(rank, lambda: nn.ParameterList([torch.ones(4), torch.ones(1024, 20)]))
     memory = one_flat_tensor(module)
     for step in range(4):
-        memory[0].zero_()
+        clear(memory)
         small = fails_in_backward(module[0].sum().view(1), step == 3 and rank.rank == 0)
         loss = (small * 1.0 + (module[1] * small.detach()).sum()).sum()
         if step == 3 and rank.rank:
@@ -415,18 +392,16 @@ def late_messages(rank, told, seen):
         if step == 3 and not rank.rank:
             told.set()
     seen.wait(30)
-    return bool(memory[0].any())
-
-
-def test_what_arrives_after_a_failure_is_not_written_to_memory_of_the_program():
-    assert run_ranks(2, late_messages, threading.Event(), threading.Barrier(2)) == [False, False]
+    assert not memory[0].any()
 
 
 # --------------------------------------------------------------------------------------------- shares, shards
 
 
-def with_shares(rank, way):
-    module = rank.make(lambda: Layers(8))
+@ways
+@on_ranks(2)
+def test_with_shares(rank, way):
+    module = rank.make(layers)
     reference = copy.deepcopy(module)
     lockstep.replicate(module, process_group=rank.group, shares=4)
     memory = way(module)
@@ -437,38 +412,27 @@ def with_shares(rank, way):
         clear(memory)
         reference.zero_grad()
         for (rows,) in batch:
-            module(rows).square().sum().backward()
-        (reference(x[8 * step : 8 * step + 8]).square().sum() / 8).backward()
-        torch.testing.assert_close(content(memory), content([p.grad for p in reference.parameters()]))
+            square(module, rows).backward()
+        (square(reference, x[8 * step : 8 * step + 8]) / 8).backward()
+        has_gradients(memory, reference)
         assert all(p.grad is grad for p, grad in zip(module.parameters(), given, strict=False))
-    return True
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda each: each.__name__)
-def test_with_shares(way):
-    assert run_ranks(2, with_shares, way) == [True, True]
-
-
-def sharded(rank):
-    """The sharded optimizer reads the memory as a plain one does."""
-    module = rank.make(lambda: Layers(8))
+@on_ranks(2)
+def test_a_sharded_optimizer(rank):
+    """It reads the memory as a plain one does."""
+    module = rank.make(layers)
     reference = copy.deepcopy(module)
     lockstep.replicate(module, process_group=rank.group)
     optimizer = shard_optimizer(torch.optim.AdamW(module.parameters(), 0.1))
     plain = torch.optim.AdamW(reference.parameters(), 0.1)
     memory = one_flat_tensor(module)
     for step in range(4):
-        memory[0].zero_()
+        clear(memory)
         plain.zero_grad()
         x = numbers(4, step)
-        module(x.chunk(2)[rank.rank]).square().sum().backward()
-        (reference(x).square().sum() / 2).backward()
+        square(module, x.chunk(2)[rank.rank]).backward()
+        (square(reference, x) / 2).backward()
         optimizer.step()
         plain.step()
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-    return True
-
-
-def test_a_sharded_optimizer():
-    assert run_ranks(2, sharded) == [True, True]
+        torch.testing.assert_close(list(module.parameters()), list(reference.parameters()))

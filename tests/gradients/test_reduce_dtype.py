@@ -17,16 +17,18 @@ from lockstep.distributed.comm.half_precision import begin_mean, gather_all
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.phases import Phases
 from processes import run_processes
-from small_modules import error_of, fails_in_backward
+from programs.networks import OnDemand
+from programs.ranks import clear, holds_means, on_ranks, own_gradients, replicated
+from small_modules import error_of, filled
 from threaded import count_collectives, run_ranks
 
-HALF = (torch.bfloat16, torch.float16)
-GROUPS = ("", "a", "two hosts")
+BFLOAT16, FLOAT16 = HALF = (torch.bfloat16, torch.float16)
+several_groups = pytest.mark.parametrize("groups", ["gloo", "one host", "two hosts"])
 
 
-def run(world, function, *args, groups="", **options):
+def run(world, function, *args, groups="gloo", **options):
     """Ranks on Gloo, on `shm` on one host, or on `shm` on two."""
-    hosts = {"": "", "a": "a" * world, "two hosts": "a" * (world // 2) + "b" * (world - world // 2)}[groups]
+    hosts = {"gloo": "", "one host": "a" * world, "two hosts": "a" * (world // 2) + "b" * (world - world // 2)}[groups]
     return run_ranks(world, function, *args, hosts=hosts, **options)
 
 
@@ -45,92 +47,61 @@ def small_pieces(monkeypatch, alone_from_64_kib):
     monkeypatch.setattr(half_precision, "_BLOCK", 1000)
 
 
-class Net(nn.Module):
-    """Layers of which one is used on demand, a large one, a buffer, and a backward that fails on demand."""
-
-    def __init__(self, large=4000):
-        super().__init__()
-        self.first, self.large = nn.Linear(3, 5), nn.Linear(5, large)
-        self.norm, self.extra = nn.BatchNorm1d(5), nn.Linear(3, 5)
-
-    def forward(self, x, extra=False, fails=False):
-        y = self.norm(self.first(x))
-        y = y + self.extra(x) if extra else y
-        return fails_in_backward(self.large(y), fails).square().mean(1).sum()
+large = functools.partial(OnDemand, 4000)
 
 
-class Small(Net):
-    """The same without the large layer: one bucket."""
-
-    def __init__(self):
-        super().__init__()
-        self.large = nn.Linear(5, 7)
-
-
-def replicated(rank, half, make=Small, **options):
-    return lockstep.replicate(rank.make(make), process_group=rank.group, reduce_dtype=half, **options)
+def on_demand(rank, half, make=OnDemand, **options):
+    return replicated(rank, make, reduce_dtype=half, **options)
 
 
 def batch(rank, step=0):
     return torch.randn(4, 3, generator=rank.generator(step), device="cpu").to(rank.device)
 
 
-def own_gradients(model, x, **kwargs):
-    """The gradients of this rank alone, zeros where there is none; buffers are as before."""
-    before = [buffer.clone() for buffer in model.buffers()]
-    found = torch.autograd.grad(model(x, **kwargs), list(model.parameters()), allow_unused=True)
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.copy_(value)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
+def of_this_rank(rank, model, number=0, **kwargs):
+    return own_gradients(model, lambda each: each(batch(rank, number), **kwargs))
 
 
-def holds_means(rank, model, own, half, factor=1.0):
-    """Return True if the gradients are, bit for bit, what all ranks' make together; where there are none, they count as
-    zero."""
-    for parameter, gradient in zip(model.parameters(), own, strict=True):
-        wanted = mean_of(rank.gather(gradient), half) * factor
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert got.dtype is parameter.dtype
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
-    return True
+def holds_rounded_means(rank, model, own, half, factor=1.0):
+    """Return True if the gradients are, bit for bit, what all ranks' make together."""
+    return holds_means(rank, model, own, lambda tensors: mean_of(tensors, half) * factor, rtol=0, atol=0)
 
 
 def step(rank, model, half, number=0, **kwargs):
     model.zero_grad()
-    own = own_gradients(model, batch(rank, number), **kwargs)
+    own = of_this_rank(rank, model, number, **kwargs)
     model(batch(rank, number), **kwargs).backward()
-    return holds_means(rank, model, own, half)
+    return holds_rounded_means(rank, model, own, half)
 
 
 # ------------------------------------------------------------------------------------- right gradients
 
 
 def trains(rank, half, make, cap):
-    model = replicated(rank, half, make, bucket_cap_mb=cap)
+    model = on_demand(rank, half, make, bucket_cap_mb=cap)
     for number in range(4):
         assert step(rank, model, half, number)
     model(batch(rank), extra=rank.rank > 0).backward()  # late, and so in float32
     for number in range(3):  # parameters that only some ranks use
         assert step(rank, model, half, number, extra=number % 2 == 0 and rank.rank > 0)
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert all(rank.all_equal(p.grad) for p in model.parameters() if p.grad is not None)
+
+
+networks = pytest.mark.parametrize(("make", "cap"), [(large, None), (OnDemand, None), (OnDemand, 0.00005)])
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize(("make", "cap"), [(Net, None), (Small, None), (Small, 0.00005)])
+@several_groups
+@networks
 @pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize("world", [1, 2, 3, pytest.param(5, marks=pytest.mark.around)])
 def test_gradients_are_rounded_once_and_equal_on_all_ranks(world, half, make, cap, groups):
-    first, *others = run(world, trains, half, make, cap, groups=groups)
-    for other in others:
-        assert all(map(torch.equal, first, other))
+    run(world, trains, half, make, cap, groups=groups)
 
 
-@pytest.mark.parametrize(("world", "groups"), [(2, "a"), pytest.param(3, "two hosts", marks=pytest.mark.around)])
+@pytest.mark.parametrize(("world", "groups"), [(2, "one host"), pytest.param(3, "two hosts", marks=pytest.mark.around)])
 def test_large_gradients_in_pieces_of_the_usual_size(world, groups):
-    first, *others = run(world, trains, torch.bfloat16, functools.partial(Net, 300_000), None, groups=groups)
-    for other in others:
-        assert all(map(torch.equal, first, other))
+    run(world, trains, BFLOAT16, functools.partial(OnDemand, 300_000), None, groups=groups)
 
 
 def means(rank, half, values, factor):
@@ -145,19 +116,19 @@ def means(rank, half, values, factor):
     return tensors[1][0].item()
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@several_groups
 @pytest.mark.parametrize(
     ("half", "values", "factor", "wanted"),
     [
-        (torch.float16, [60000.0] * 4, 1.0, 60000.0 // 32 * 32),  # the sum is larger than any float16
-        (torch.float16, [6e-8] * 4, 1.0, 2.0**-24),  # a fourth of it is smaller than any float16
-        (torch.float16, [2.0**-24, 0, 0, 0], 1.0, 0.0),  # as the mean is
-        (torch.float16, [60000.0] * 3 + [0.0], 4 / 3, 45000.0 // 32 * 32 * (4 / 3)),
-        (torch.bfloat16, [1.0, 2.0**-8, 2.0**-8, 2.0**-8], 1.0, (1 + 2.0**-6) / 4),  # 1 if rounded at each rank
-        (torch.float16, [1e6, 0, 0, 0], 1.0, float("inf")),
-        (torch.bfloat16, [float("inf"), 0, 0, 0], 1.0, float("inf")),
-        (torch.bfloat16, [0, float("nan"), 0, 0], 1.0, float("nan")),
-        (torch.bfloat16, [0, float("inf"), 0, float("-inf")], 1.0, float("nan")),
+        (FLOAT16, [60000.0] * 4, 1.0, 60000.0 // 32 * 32),  # the sum is larger than any float16
+        (FLOAT16, [6e-8] * 4, 1.0, 2.0**-24),  # a fourth of it is smaller than any float16
+        (FLOAT16, [2.0**-24, 0, 0, 0], 1.0, 0.0),  # as the mean is
+        (FLOAT16, [60000.0] * 3 + [0.0], 4 / 3, 45000.0 // 32 * 32 * (4 / 3)),
+        (BFLOAT16, [1.0, 2.0**-8, 2.0**-8, 2.0**-8], 1.0, (1 + 2.0**-6) / 4),  # 1 if rounded at each rank
+        (FLOAT16, [1e6, 0, 0, 0], 1.0, float("inf")),
+        (BFLOAT16, [float("inf"), 0, 0, 0], 1.0, float("inf")),
+        (BFLOAT16, [0, float("nan"), 0, 0], 1.0, float("nan")),
+        (BFLOAT16, [0, float("inf"), 0, float("-inf")], 1.0, float("nan")),
     ],
 )
 def test_what_becomes_of_large_small_and_other_numbers(half, values, factor, wanted, groups):
@@ -165,97 +136,75 @@ def test_what_becomes_of_large_small_and_other_numbers(half, values, factor, wan
         assert got == pytest.approx(wanted, rel=1e-7, abs=0, nan_ok=True)
 
 
-def other_dtypes(rank, half):
-    def make():
-        return nn.ModuleList(nn.Linear(2, 3, bias=False, dtype=dtype) for dtype in KINDS)
+KINDS = (torch.float32, torch.float64, BFLOAT16, FLOAT16)
 
-    model = lockstep.replicate(rank.make(make), process_group=rank.group, reduce_dtype=half)
-    rows = nn.Embedding(4, 2, sparse=True)
-    nn.init.ones_(rows.weight)
-    lockstep.replicate(rows, process_group=rank.group, reduce_dtype=half)
+
+@on_ranks(2)
+def test_other_dtypes_than_float32_travel_as_they_are(rank):
+    make = lambda: nn.ModuleList(nn.Linear(2, 3, bias=False, dtype=dtype) for dtype in KINDS)  # noqa: E731
+    model = on_demand(rank, BFLOAT16, make)
+    rows = on_demand(rank, BFLOAT16, lambda: filled(nn.Embedding(4, 2, sparse=True)))
     value = 1 + 2.0**-12 * (rank.rank + 1)
     for _ in range(3):
-        for layer in model:
-            layer.zero_grad()
+        clear(model, rows)
         sum((layer(torch.full((1, 2), value).to(layer.weight.dtype)).sum() for layer in model), 0.0).backward()
-        rows.zero_grad()
         (rows(torch.tensor([rank.rank])).sum() * value).backward()
-    return {layer.weight.dtype: layer.weight.grad.flatten()[0].item() for layer in model} | {
-        "sparse": rows.weight.grad.coalesce().values()[:, 0].tolist()
-    }
+    assert [layer.weight.grad.flatten()[0].item() for layer in model] == [1.0, 1 + 1.5 * 2.0**-12, 1.0, 1.0]
+    assert rows.weight.grad.coalesce().values()[:, 0].tolist() == [(1 + 2.0**-12) / 2, (1 + 2.0**-11) / 2]
 
 
-KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def test_other_dtypes_than_float32_travel_as_they_are():
-    for got in run_ranks(2, other_dtypes, torch.bfloat16):
-        assert got[torch.float32] == 1.0
-        assert got[torch.float64] == 1 + 1.5 * 2.0**-12
-        assert got["sparse"] == [(1 + 2.0**-12) / 2, (1 + 2.0**-11) / 2]
-        assert got[torch.bfloat16] == got[torch.float16] == 1.0
-
-
-def in_bfloat16(rank, half):
+def in_bfloat16(rank):
     """The mean of gradients that are in bfloat16 themselves: 1 on the first rank, 1/256 on all others."""
-    layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    lockstep.replicate(layer, process_group=rank.group, reduce_dtype=half)
-    layer(torch.full((1, 1), 2.0**-8 if rank.rank else 1.0, dtype=torch.bfloat16)).sum().backward()
+    layer = on_demand(rank, BFLOAT16, lambda: nn.Linear(1, 1, bias=False, dtype=BFLOAT16))
+    layer(torch.full((1, 1), 2.0**-8 if rank.rank else 1.0, dtype=BFLOAT16)).sum().backward()
     return layer.weight.grad.item()
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@several_groups
 def test_gradients_of_parameters_in_the_same_half_precision_are_added_in_float32(groups):
-    assert run(4, in_bfloat16, torch.bfloat16, groups=groups) == [(1 + 2.0**-6) / 4] * 4
+    assert run(4, in_bfloat16, groups=groups) == [(1 + 2.0**-6) / 4] * 4
 
 
-def report_and_buffers(rank, half):
+def report_and_buffers(rank):
     """A used parameter on one rank alone, and buffers that half precision would round."""
-    model = replicated(rank, half, Small)
+    model = on_demand(rank, BFLOAT16)
     model.register_buffer("seen", torch.tensor([1 + 2.0**-20, float(rank.rank)]))
-    found = []
     for number in range(3):
-        step(rank, model, half, number, extra=rank.rank == 1)
-        found.append((model.extra.weight.grad is not None, model.seen.tolist(), rank.all_equal(model.norm.running_var)))
-    return found
+        step(rank, model, BFLOAT16, number, extra=rank.rank == 1)
+        assert model.extra.weight.grad is not None
+        assert model.seen.tolist() == [1 + 2.0**-20, 0.0]
+        assert rank.all_equal(model.norm.running_var)
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@several_groups
 def test_small_buffers_and_the_report_stay_exact(groups):
-    assert run(3, report_and_buffers, torch.bfloat16, groups=groups) == [[(True, [1 + 2.0**-20, 0.0], True)] * 3] * 3
+    run(3, report_and_buffers, groups=groups)
 
 
 # ------------------------------------------------------------------------------- steps of other kinds
 
 
-def accumulates(rank, half):
-    model = replicated(rank, half)
-    step(rank, model, half)
+@on_ranks(3)
+def test_accumulated_gradients_are_rounded_once(rank):
+    model = on_demand(rank, BFLOAT16)
+    step(rank, model, BFLOAT16)
     model.zero_grad()
-    own = [torch.zeros_like(p) for p in model.parameters()]
+    own = [of_this_rank(rank, model, number) for number in range(3)]
     for number in range(3):
-        own = [a + b for a, b in zip(own, own_gradients(model, batch(rank, number)), strict=True)]
         with lockstep.accumulate(model, last=number == 2):
             model(batch(rank, number)).backward()
-    return holds_means(rank, model, own, half)
+    assert holds_rounded_means(rank, model, [sum(each) for each in zip(*own, strict=True)], BFLOAT16)
 
 
-def test_accumulated_gradients_are_rounded_once():
-    assert all(run_ranks(3, accumulates, torch.bfloat16))
-
-
-def weighted(rank, half):
+@on_ranks(3)
+def test_weights(rank):
     """Weights of 1, 3 and 3: their sum divides the sum."""
-    layer = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group, reduce_dtype=half)
+    layer = on_demand(rank, BFLOAT16, lambda: nn.Linear(1, 1, bias=False))
     for _ in range(2):
         layer.zero_grad()
         with lockstep.accumulate(layer, weight=3.0 if rank.rank else 1.0):
             layer(torch.tensor([[7.0]])).sum().backward()
-    return layer.weight.grad.item()
-
-
-def test_weights():
-    assert run_ranks(3, weighted, torch.bfloat16) == [pytest.approx(3.0, rel=1e-6)] * 3
+    assert layer.weight.grad.item() == pytest.approx(3.0, rel=1e-6)
 
 
 class Twice(nn.Module):
@@ -272,28 +221,20 @@ class Twice(nn.Module):
         return x.square().mean()
 
 
-def computes_again(rank, half):
-    model = replicated(rank, half, Twice, bucket_cap_mb=0.00001)
-    late = []
+@on_ranks(3)
+def test_late_gradients_are_added_to_what_has_been_rounded(rank):
+    """In float32: they are few, and have no bucket. From then on that bucket waits, and all is rounded once."""
+    model, late = on_demand(rank, BFLOAT16, Twice, bucket_cap_mb=0.00001), []
     for number in range(4):
         model.zero_grad()
-        own = own_gradients(model, batch(rank, number), again=False)
+        own = of_this_rank(rank, model, number, again=False)
         with count_collectives(rank) as sent:
             model(batch(rank, number).requires_grad_()).backward()
         late.append(any(each.dtype is torch.int64 for each in sent[-4:]))
-        for parameter, gradient in zip(model.parameters(), own, strict=True):
-            torch.testing.assert_close(parameter.grad, sum(rank.gather(gradient)) / rank.world, rtol=1e-2, atol=1e-4)
-            assert rank.all_equal(parameter.grad)
-        if number == 3:
-            holds_means(rank, model, own, half)
-    return late
-
-
-def test_late_gradients_are_added_to_what_has_been_rounded():
-    """In float32: they are few, and have no bucket. From then on that bucket waits, and all is rounded once."""
-    for late in run_ranks(3, computes_again, torch.bfloat16):
-        assert True in late
-        assert not late[-1]
+        assert holds_means(rank, model, own, rtol=1e-2, atol=1e-4)
+    assert holds_rounded_means(rank, model, own, BFLOAT16)
+    assert True in late
+    assert not late[-1]
 
 
 def joins(rank, half, initial):
@@ -310,114 +251,94 @@ def joins(rank, half, initial):
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("initial", [True, False])
 def test_ranks_that_have_run_out_of_batches(initial, backend):
-    all_of = run_processes(3, joins, torch.float16, initial, backend=backend)
+    all_of = run_processes(3, joins, FLOAT16, initial, backend=backend)
     shares = [1.0, 1.0, 2 / 3, 1 / 3] if initial else [1.0] * 4
     for rank, found in enumerate(all_of):
         for got, share in zip(found, shares[: 2 + rank], strict=True):
             assert got == pytest.approx([40000.0 * share, 3.0 * share], rel=2e-3)
 
 
-def fails(rank, half, make, cap, failing):
-    model = replicated(rank, half, make, bucket_cap_mb=cap)
-    seen = []
-    for number in range(6):
-        fault = number % 2 == 1 and rank.rank == failing
-        x = batch(rank, number)
-        if number % 2 == 1:
-            model.zero_grad()
-            seen.append(error_of(lambda x=x, fault=fault: model(x, fails=fault).backward()))
-            assert all(p.grad is None for p in model.parameters())
-        else:
-            assert step(rank, model, half, number)
-    return seen
+def fails(rank, make, cap):
+    """Rank 1 fails in every other step."""
+    model = on_demand(rank, BFLOAT16, make, bucket_cap_mb=cap)
+    for number in range(0, 6, 2):
+        assert step(rank, model, BFLOAT16, number)
+        model.zero_grad()
+        error = error_of(model(batch(rank, number + 1), fails=rank.rank == 1).backward)
+        assert error is (ArithmeticError if rank.rank == 1 else PeerError)
+        assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize(("make", "cap"), [(Net, None), (Small, None), (Small, 0.00005)])
+@several_groups
+@networks
 @pytest.mark.parametrize("world", [2, 3])
 def test_after_a_backward_that_fails_on_one_rank_all_go_on(world, make, cap, groups):
-    for rank, seen in enumerate(run(world, fails, torch.bfloat16, make, cap, 1, groups=groups)):
-        assert seen == [ArithmeticError if rank == 1 else PeerError] * 3
+    run(world, fails, make, cap, groups=groups)
 
 
-def does_not_wait(rank):
-    """The failing rank has its own exception before another rank has come to its backward."""
-    model = replicated(rank, torch.bfloat16)
-    step(rank, model, torch.bfloat16)
-    step(rank, model, torch.bfloat16)
+@on_ranks(3, group_timeout=10)
+def test_a_rank_that_fails_waits_for_nobody(rank):
+    """It has its own exception before another rank has come to its backward."""
+    model = on_demand(rank, BFLOAT16)
+    step(rank, model, BFLOAT16)
+    step(rank, model, BFLOAT16)
     loss = model(batch(rank), fails=rank.rank == 0)
-    if rank.rank == 0:
-        raised = error_of(loss.backward)
-        rank.group.send([torch.ones(1)], 1, 7).wait()
-        return raised
     if rank.rank == 1:
         rank.group.recv([torch.zeros(1)], 0, 7).wait()
-    return error_of(loss.backward)
+    assert error_of(loss.backward) is (PeerError if rank.rank else ArithmeticError)
+    if rank.rank == 0:
+        rank.group.send([torch.ones(1)], 1, 7).wait()
 
 
-def test_a_rank_that_fails_waits_for_nobody():
-    assert run_ranks(3, does_not_wait, group_timeout=10) == [ArithmeticError, PeerError, PeerError]
-
-
-def several(rank, half):
-    models = [replicated(rank, half), replicated(rank, None), replicated(rank, torch.float16, Small)]
+def several(rank):
+    models = [on_demand(rank, half) for half in (BFLOAT16, None, FLOAT16)]
     for number in range(4):
-        own = [own_gradients(model, batch(rank, number)) for model in models]
-        for model in models:
-            model.zero_grad()
+        own = [of_this_rank(rank, model, number) for model in models]
+        clear(*models)
         sum(model(batch(rank, number)) for model in models).backward()
-        assert holds_means(rank, models[0], own[0], half)
-        for parameter, gradient in zip(models[1].parameters(), own[1], strict=True):
-            if parameter.grad is not None:
-                torch.testing.assert_close(parameter.grad, sum(rank.gather(gradient)) / rank.world)
-        assert holds_means(rank, models[2], own[2], torch.float16)
-    return True
+        assert holds_rounded_means(rank, models[0], own[0], BFLOAT16)
+        assert holds_means(rank, models[1], own[1])
+        assert holds_rounded_means(rank, models[2], own[2], FLOAT16)
 
 
-@pytest.mark.parametrize("groups", GROUPS)
+@several_groups
 def test_several_modules_of_which_each_has_its_own(groups):
-    assert all(run(3, several, torch.bfloat16, groups=groups))
-
-
-def with_graph(rank, half):
-    model = replicated(rank, half)
-    for number in range(2):
-        model.zero_grad()
-        own = own_gradients(model, batch(rank, number))
-        model(batch(rank, number)).backward(create_graph=True)
-        holds_means(rank, model, own, half)
-        assert not any(p.grad.requires_grad for p in model.parameters() if p.grad is not None)
-    return True
+    run(3, several, groups=groups)
 
 
 @pytest.mark.filterwarnings("ignore:backward.create_graph=True.:UserWarning")
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_backward_with_a_graph():
-    assert all(run_ranks(3, with_graph, torch.bfloat16))
+@on_ranks(3)
+def test_backward_with_a_graph(rank):
+    model = on_demand(rank, BFLOAT16)
+    for number in range(2):
+        model.zero_grad()
+        own = of_this_rank(rank, model, number)
+        model(batch(rank, number)).backward(create_graph=True)
+        assert holds_rounded_means(rank, model, own, BFLOAT16)
+        assert not any(p.grad.requires_grad for p in model.parameters() if p.grad is not None)
 
 
 # ---------------------------------------------------------------------------------- what is communicated
 
 
-def collectives_of(rank, half):
-    model = replicated(rank, half)
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks(None, "world")
+def test_bytes_and_collectives(rank):
+    model = on_demand(rank, BFLOAT16)
     for number in range(3):
-        step(rank, model, half, number, extra=True)
+        step(rank, model, BFLOAT16, number, extra=True)
     model.zero_grad()
-    with count_collectives(rank) as sent:
+    with count_collectives(rank) as seen:
         model(batch(rank), extra=True).backward()
-    return [(each.name, each.numel) for each in sent]
-
-
-def test_bytes_and_collectives():
-    numel = sum(p.numel() for p in Small().parameters())
-    gathered, report = run_ranks(2, collectives_of, torch.bfloat16)[0]
-    assert gathered == ("all_gather_single", 2 * numel)  # bytes
-    assert report[0] == "all_reduce"
-    sliced, report, gathered = run_ranks(3, collectives_of, torch.bfloat16)[0]
-    each = 2 * -(-numel // 3)
-    assert (sliced, report[0], gathered) == (("all_to_all_single", 3 * each), "all_reduce", ("all_gather_single", each))
+    numel = sum(p.numel() for p in model.parameters())
+    part = 2 * -(-numel // 3)
+    report = "all_reduce", seen[1].numel
+    assert [(each.name, each.numel) for each in seen] == {
+        2: [("all_gather_single", 2 * numel), report],  # bytes
+        3: [("all_to_all_single", 3 * part), report, ("all_gather_single", part)],
+    }[rank.world]
 
 
 # -------------------------------------------------------------------------------------------- refusals
@@ -429,33 +350,22 @@ def test_only_half_precision():
             lockstep.replicate(nn.Linear(1, 1), reduce_dtype=dtype)
 
 
-def registers(rank):
-    model = replicated(rank, torch.bfloat16)
+@on_ranks(2)
+def test_communication_hooks_are_refused(rank):
+    model = on_demand(rank, BFLOAT16)
     with pytest.raises(OptionError, match=r"register_comm_hook\(\): this module's gradients travel in reduce_dtype"):
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-    return step(rank, model, torch.bfloat16)
-
-
-def test_communication_hooks_are_refused():
-    assert all(run_ranks(2, registers))
-
-
-def differs(rank, kinds, init_sync):
-    model = rank.make(Small)
-    try:
-        lockstep.replicate(model, process_group=rank.group, reduce_dtype=kinds[rank.rank], init_sync=init_sync)
-        model(batch(rank)).backward()
-    except AgreementError as error:
-        return str(error)
+    assert step(rank, model, BFLOAT16)
 
 
 @pytest.mark.parametrize("init_sync", [True, False])
-@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float16), (None, torch.bfloat16)])
-def test_ranks_with_different_options(kinds, init_sync):
-    for message in run_ranks(2, differs, kinds, init_sync):
-        assert "option reduce_dtype" in message
-        assert str(kinds[0]) in message
-        assert str(kinds[1]) in message
+@pytest.mark.parametrize("kinds", [(BFLOAT16, FLOAT16), (None, BFLOAT16)])
+@on_ranks(2)
+def test_ranks_with_different_options(rank, kinds, init_sync):
+    with pytest.raises(AgreementError, match="option reduce_dtype") as raised:
+        on_demand(rank, kinds[rank.rank], init_sync=init_sync)(batch(rank)).backward()
+    assert str(kinds[0]) in str(raised.value)
+    assert str(kinds[1]) in str(raised.value)
 
 
 # ---------------------------------------------------------------------------------------- accelerators
@@ -472,8 +382,7 @@ def test_ranks_with_different_options(kinds, init_sync):
 @pytest.mark.usefixtures("sim", "small_pieces")
 def test_on_accelerators(world, control):
     on_accelerators = functools.partial(run_ranks, device="sim", control=control, group_timeout=5)
-    for make, cap in ((Net, None), (Small, 0.00005)):
-        on_accelerators(world, trains, torch.bfloat16, make, cap)
+    for make, cap in ((large, None), (OnDemand, 0.00005)):
+        on_accelerators(world, trains, BFLOAT16, make, cap)
     if world > 1:
-        for rank, seen in enumerate(on_accelerators(world, fails, torch.bfloat16, Small, 0.00005, 1)):
-            assert seen == [ArithmeticError if rank == 1 else PeerError] * 3
+        on_accelerators(world, fails, OnDemand, 0.00005)
