@@ -10,10 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from threaded import count_collectives, run_ranks
+from programs.ranks import on_ranks, replicated, rows, same_as_one_process, same_gradients
+from threaded import count_collectives
 
 # Of the reentrant kind. For all tests, since the filters are not a thread's own.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+
+
+reentrant_or_not = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
 
 def recompute(call, *args, reentrant):
@@ -77,64 +81,58 @@ class InSegments(Layers):
         return x if rank == 1 else self.layers[3](self.layers[2](x))
 
 
-def inputs(step, rank, wants_grad):
-    x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
-    return x.requires_grad_(wants_grad)
+def inputs(step, rank, wants_grad=True):
+    return rows(step, rank, 2, 3).requires_grad_(wants_grad)
 
 
-def train(rank, kind, reentrant, wants_grad, cap, from_outside=False):
-    """Steps beside one process. Returns the collectives of the last one."""
-    module = lockstep.replicate(
-        rank.make(lambda: kind(reentrant).double()), process_group=rank.group, bucket_cap_mb=cap
-    )
+def train(rank, kind, reentrant, cap, wants_grad=True, from_outside=False):
+    """Steps of two micro-batches beside one process. Returns how many collectives the last one took."""
+    module = replicated(rank, lambda: kind(reentrant).double(), bucket_cap_mb=cap)
     reference = copy.deepcopy(module)
     reference.reentrant = False
+    call = (lambda *args: recompute(module, *args, reentrant=reentrant)) if from_outside else module
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (module, reference)]
     for step in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad()
         with count_collectives(rank) as seen:
-            for part in range(2):  # two micro-batches
-                x = inputs(10 * step + part, rank.rank, wants_grad)
+            for part in range(2):
                 with lockstep.accumulate(module, last=part == 1):
-                    call = (lambda *a: recompute(module, *a, reentrant=reentrant)) if from_outside else module
-                    call(x, rank.rank).square().mean().backward()
+                    call(inputs(10 * step + part, rank.rank, wants_grad), rank.rank).square().mean().backward()
         for part in range(2):
             parts = [reference(inputs(10 * step + part, r, False), r).square().mean() for r in range(rank.world)]
             (sum(parts) / rank.world).backward()
-        for (name, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), name
-            if p.grad is not None:
-                torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
-                assert rank.all_equal(p.grad), name
+        same_gradients(rank, module, reference)
         for optimizer in optimizers:
             optimizer.step()
     return len(seen)
 
 
 @pytest.mark.parametrize("cap", [None, 1e-4], ids=["one bucket", "many buckets"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@reentrant_or_not
 @pytest.mark.parametrize("kind", [Each, Twice, Nested, Branching, InSegments])
-def test_gradients_are_those_of_one_process(kind, reentrant, cap):
-    run_ranks(2, train, kind, reentrant, True, cap)
+@on_ranks(2)
+def test_gradients_are_those_of_one_process(rank, kind, reentrant, cap):
+    train(rank, kind, reentrant, cap)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@reentrant_or_not
 @pytest.mark.parametrize("kind", [Each, Nested])
-def test_a_module_checkpointed_from_outside(kind, reentrant):
-    run_ranks(2, train, kind, reentrant, True, 1e-4, True)
+@on_ranks(2)
+def test_a_module_checkpointed_from_outside(rank, kind, reentrant):
+    train(rank, kind, reentrant, 1e-4, from_outside=True)
 
 
-def test_inputs_that_need_no_gradient():
-    run_ranks(2, train, Twice, False, False, None)
+@on_ranks(2)
+def test_inputs_that_need_no_gradient(rank):
+    train(rank, Twice, False, None, wants_grad=False)
 
 
-def test_a_layer_recomputed_twice_costs_no_collective_of_its_own_in_the_end():
+@on_ranks(2)
+def test_a_layer_recomputed_twice_costs_no_collective_of_its_own_in_the_end(rank):
     """One for each of the three layers that are in use, and at most one for what turned out to be late."""
-    for count in run_ranks(2, train, Twice, True, True, 1e-4):
-        assert count <= 4
-    for count in run_ranks(2, train, Each, True, True, 1e-4):
-        assert count == 4
+    assert train(rank, Twice, True, 1e-4) <= 4
+    assert train(rank, Each, True, 1e-4) == 4
 
 
 class Parts(Layers):
@@ -146,42 +144,27 @@ class Parts(Layers):
         return x
 
 
-def call_parts(rank, reentrant, counts):
-    module = lockstep.replicate(rank.make(lambda: Parts(reentrant).double()), process_group=rank.group)
-    reference = copy.deepcopy(module)
-    for step in range(3):
-        module.zero_grad()
-        reference.zero_grad()
-        module.parts(inputs(step, rank.rank, True), counts[rank.rank]).square().mean().backward()
-        parts = [reference.parts(inputs(step, r, True), counts[r]).square().mean() for r in range(rank.world)]
-        (sum(parts) / rank.world).backward()
-        for (name, p), q in zip(module.named_parameters(), reference.named_parameters(), strict=True):
-            assert (p.grad is None) == (q[1].grad is None), name
-            if p.grad is not None:
-                torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-11, atol=1e-14)
-
-
 @pytest.mark.parametrize("counts", [(3, 3), (2, 3), (1, 4)])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_layers_recomputed_past_forward_of_the_module(reentrant, counts):
-    run_ranks(2, call_parts, reentrant, counts)
+@reentrant_or_not
+@on_ranks(2)
+def test_layers_recomputed_past_forward_of_the_module(rank, reentrant, counts):
+    module = replicated(rank, lambda: Parts(reentrant).double())
+    same_as_one_process(rank, module, lambda each, step, r: each.parts(inputs(step, r), counts[r]).square().mean())
 
 
-def count_parts(rank):
-    module = lockstep.replicate(rank.make(lambda: Parts(True).double()), process_group=rank.group)
+@on_ranks(2)
+def test_reentrant_passes_inside_of_a_pass_are_one_round(rank):
+    module = replicated(rank, lambda: Parts(True).double())
     for _ in range(3):  # the plan adapts in the first ones
         module.zero_grad()
         with count_collectives(rank) as seen:
-            module.parts(inputs(0, rank.rank, True), 3).square().mean().backward()
-    return len(seen)
+            module.parts(inputs(0, rank.rank), 3).square().mean().backward()
+    assert len(seen) == 1
 
 
-def test_reentrant_passes_inside_of_a_pass_are_one_round():
-    assert run_ranks(2, count_parts) == [1, 1]
-
-
-def train_in_a_hook(rank):
-    module = lockstep.replicate(rank.make(lambda: nn.Linear(3, 1).double()), process_group=rank.group)
+@on_ranks(2)
+def test_a_backward_in_a_hook_of_another_is_a_round_of_its_own(rank):
+    module = replicated(rank, lambda: nn.Linear(3, 1).double())
     found = []
 
     def step(grad):
@@ -189,14 +172,8 @@ def train_in_a_hook(rank):
             module(inputs(0, rank.rank, False)).sum().backward()
         found.append(module.weight.grad.clone())
 
-    x = torch.ones(1, requires_grad=True)
-    y = x * 2
+    y = torch.ones(1, requires_grad=True) * 2
     y.register_hook(step)
     y.backward()
-    return found[0]
-
-
-def test_a_backward_in_a_hook_of_another_is_a_round_of_its_own():
-    wanted = sum(inputs(0, r, False).sum(0, keepdim=True) for r in range(2)) / 2
-    for got in run_ranks(2, train_in_a_hook):
-        torch.testing.assert_close(got, wanted)
+    wanted = sum(inputs(0, r, False).sum(0, keepdim=True) for r in range(rank.world)) / rank.world
+    torch.testing.assert_close(found, [wanted])
