@@ -13,12 +13,15 @@ from torch import nn
 
 import lockstep
 from processes import run_processes
+from programs.networks import mlp
+from programs.ranks import makes_means
+from small_modules import fails_in_backward
 
 pytestmark = pytest.mark.usefixtures("sim")
 
 
 def network():
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.Linear(3, 1))
+    return mlp(2, 4, 3, 1)
 
 
 def loss_of(rank, model):
@@ -28,23 +31,7 @@ def loss_of(rank, model):
 
 def is_the_mean(rank, model):
     """Return True if backward makes the mean of what each rank would get alone."""
-    own = torch.autograd.grad(loss_of(rank, model), list(model.parameters()))
-    model.zero_grad()
-    loss_of(rank, model).backward()
-    for parameter, gradient in zip(model.parameters(), own, strict=True):
-        assert parameter.grad.device == rank.device
-        torch.testing.assert_close(parameter.grad, sum(rank.gather(gradient)) / rank.world)
-    return True
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("a bad batch")
+    return makes_means(rank, model, lambda each: loss_of(rank, each), rtol=1.3e-6, atol=1e-5)
 
 
 def replicated_and_wrapped(rank):
@@ -64,7 +51,7 @@ def all_fail(rank):
     model, seen = lockstep.DistributedDataParallel(rank.make(network)), []
     for _ in range(10):
         with pytest.raises(ArithmeticError):
-            Fails.apply(loss_of(rank, model)).backward()
+            fails_in_backward(loss_of(rank, model)).backward()
         dist.all_reduce(failed := torch.ones(1))
         seen.append(failed.item())
     other = lockstep.DistributedDataParallel(rank.make(network))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,25 +12,27 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import PeerError
+from programs.ranks import clear, on_ranks
 from small_modules import fails_in_backward
-from threaded import run_ranks
-
-TIMEOUT = timedelta(seconds=5)
+from threaded import new_gloo_group
 
 
-def groups_of(rank, store, members):
-    """One group for each entry of `members`, a list of ranks; None where this rank is not among them."""
-    groups = []
-    for number, ranks in enumerate(members):
-        if rank.rank not in ranks:
-            groups.append(None)
-            continue
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = TIMEOUT
-        prefix = dist.PrefixStore(f"group {number}", store)
-        groups.append(dist.ProcessGroupGloo(prefix, ranks.index(rank.rank), len(ranks), options))
-    return groups
+@pytest.fixture
+def store():
+    """Where ranks that are threads meet."""
+    return dist.HashStore()
+
+
+BOTH = [0, 1], [0, 1]
+
+
+def groups_of(rank, store, members=BOTH):
+    """One group for each list of ranks in `members` that has this one."""
+    return [
+        new_gloo_group(dist.PrefixStore(f"group {number}", store), ranks.index(rank.rank), len(ranks), 5)
+        for number, ranks in enumerate(members)
+        if rank.rank in ranks
+    ]
 
 
 def layers():
@@ -42,20 +43,21 @@ def layers():
     return module
 
 
-def each_alone(modules, x, rank=0):
-    """The engine goes first through what was called last."""
-    return sum(module(x).sum() for module in modules)
+def replicas(groups, **options):
+    return [lockstep.replicate(layers(), process_group=group, **options) for group in groups]
 
 
-def through(module, x, chosen):
-    for index in chosen:
-        x = module[index](x)
-    return x.sum()
+def backward(rank, modules, step, leaves_out=False, spoil=lambda x: x):
+    """Modules in an order of this rank's; the engine goes first through what was called last. Return the gradients.
 
-
-def branches(modules, x, rank):
-    """One rank leaves out the last layer, whose bucket is the first: it sends everything at the end."""
-    return sum(through(module, x, [0, 1] if (rank + at) % 2 else [0, 1, 2]) for at, module in enumerate(modules))
+    One rank may leave out the last layer, whose bucket is the first: it sends everything at the end.
+    """
+    clear(*modules)
+    x = spoil(torch.full((1, 2), rank.rank + 1.0, requires_grad=True))
+    ordered = modules if (rank.rank + step) % 2 else modules[::-1]
+    outs = [module[: 2 if leaves_out and (rank.rank + at) % 2 else 3](x) for at, module in enumerate(ordered)]
+    sum(out.sum() for out in outs).backward()
+    return [module[0].weight.grad[0, 0].item() for module in modules]
 
 
 def future_hook(group, bucket):
@@ -69,74 +71,36 @@ def tensor_hook(group, bucket):
     return bucket.buffer().clone()
 
 
-def in_orders_of_their_own(rank, store, hook, init_sync, branch):
-    modules = [layers(), layers()]
-    for module, group in zip(modules, groups_of(rank, store, [[0, 1], [0, 1]]), strict=True):
-        lockstep.replicate(module, process_group=group, bucket_cap_mb=1e-5, init_sync=init_sync)
-        if hook is not None:
-            module.register_comm_hook(group, hook)
-    seen = []
-    for step in range(4):
-        for module in modules:
-            module.zero_grad()
-        x = torch.full((1, 2), rank.rank + 1.0)
-        ordered = modules if (rank.rank + step) % 2 else modules[::-1]
-        (branches if branch else each_alone)(ordered, x, rank.rank).backward()
-        seen.append([module[0].weight.grad[0, 0].item() for module in modules])
-    return seen
-
-
-@pytest.mark.parametrize("branch", [False, True], ids=["alike", "branches"])
+@pytest.mark.parametrize("leaves_out", [False, True], ids=["alike", "branches"])
 @pytest.mark.parametrize("init_sync", [True, False])
 @pytest.mark.parametrize("hook", [None, future_hook, tensor_hook])
-def test_modules_on_groups_of_their_own_in_another_order_on_each_rank(hook, init_sync, branch):
-    store = dist.HashStore()
-    for seen in run_ranks(2, in_orders_of_their_own, store, hook, init_sync, branch):
-        assert seen == [[1.5, 1.5]] * 4
+@on_ranks(2)
+def test_modules_on_groups_of_their_own_in_another_order_on_each_rank(rank, store, hook, init_sync, leaves_out):
+    groups = groups_of(rank, store)
+    modules = replicas(groups, bucket_cap_mb=1e-5, init_sync=init_sync)
+    for module, group in zip(modules, groups, strict=True):
+        if hook is not None:
+            module.register_comm_hook(group, hook)
+    for step in range(4):
+        assert backward(rank, modules, step, leaves_out) == [1.5, 1.5]
 
 
-def in_a_ring(rank, store):
-    """Each rank has two modules, one with each neighbour; they are used in an order of each rank's own."""
-    pairs = [[0, 1], [1, 2], [0, 2]]
-    groups = groups_of(rank, store, pairs)
-    modules = [group and lockstep.replicate(layers(), process_group=group) for group in groups]
-    mine = [module for module in modules if module is not None]
-    seen = []
+@on_ranks(3)
+def test_groups_of_some_ranks(rank, store):
+    """In a ring: each rank has two modules, one with each neighbour; they are used in an order of each rank's own."""
+    modules = replicas(groups_of(rank, store, ([0, 1], [1, 2], [0, 2])))
     for step in range(3):
-        for module in mine:
-            module.zero_grad()
-        each_alone(mine if (rank.rank + step) % 2 else mine[::-1], torch.full((1, 2), rank.rank + 1.0)).backward()
-        seen.append([module[0].weight.grad[0, 0].item() for module in mine])
-    return seen
+        assert backward(rank, modules, step) == [[1.5, 2.0], [1.5, 2.5], [2.5, 2.0]][rank.rank]
 
 
-def test_groups_of_some_ranks():
-    first, second, third = run_ranks(3, in_a_ring, dist.HashStore())
-    assert (first, second, third) == ([[1.5, 2.0]] * 3, [[1.5, 2.5]] * 3, [[2.5, 2.0]] * 3)
-
-
-def failing(rank, store):
-    """A pass that fails on one rank, between its modules; then all go on."""
-    modules = [lockstep.replicate(layers(), process_group=group) for group in groups_of(rank, store, [[0, 1], [0, 1]])]
-    seen = []
-    for step in range(3):
-        for module in modules:
-            module.zero_grad()
-        x = torch.full((1, 2), rank.rank + 1.0, requires_grad=True)
-        ordered = modules if rank.rank else modules[::-1]
-        try:
-            each_alone(ordered, fails_in_backward(x, error=ValueError) if step == 1 and rank.rank else x).backward()
-        except (ValueError, PeerError) as error:
-            seen.append(type(error).__name__)
-        else:
-            seen.append([module[0].weight.grad[0, 0].item() for module in modules])
-    return seen
-
-
-def test_a_failure_is_told_on_every_group():
-    first, second = run_ranks(2, failing, dist.HashStore())
-    assert first == [[1.5, 1.5], "PeerError", [1.5, 1.5]]
-    assert second == [[1.5, 1.5], "ValueError", [1.5, 1.5]]
+@on_ranks(2)
+def test_a_failure_is_told_on_every_group(rank, store):
+    """A pass that fails on one rank, when it has gone through its modules; then all go on."""
+    modules = replicas(groups_of(rank, store))
+    assert backward(rank, modules, 0) == [1.5, 1.5]
+    with pytest.raises(ValueError if rank.rank else PeerError):
+        backward(rank, modules, 0, spoil=lambda x: fails_in_backward(x, rank.rank == 1, ValueError))
+    assert backward(rank, modules, 0) == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("shares", [None, 2])
@@ -150,10 +114,11 @@ def test_a_module_stays_with_the_default_group_over_which_it_was_replicated(shar
     assert lockstep.replicate.state(model).process_group is group
 
 
-def drops_the_other_module_in_a_pass(rank, store):
-    """Return what becomes of the group of a module that is dropped while a pass goes through another one."""
-    groups = groups_of(rank, store, [[0, 1], [0, 1]])
-    other, model = (lockstep.replicate(layers(), process_group=group) for group in groups)
+@on_ranks(2)
+def test_a_pass_keeps_no_group_that_it_does_not_go_through(rank, store):
+    """Else the thread of the pass would destroy it, and wait for ranks that wait for this one."""
+    groups = groups_of(rank, store)
+    other, model = replicas(groups)
     group, owned, seen = weakref.ref(groups[0]), [groups.pop(0), other], []
     del other
 
@@ -165,9 +130,4 @@ def drops_the_other_module_in_a_pass(rank, store):
     loss = model(torch.ones(1, 2)).sum()
     loss.register_hook(drop)
     loss.backward()
-    return seen
-
-
-def test_a_pass_keeps_no_group_that_it_does_not_go_through():
-    """Else the thread of the pass would destroy it, and wait for ranks that wait for this one."""
-    assert run_ranks(2, drops_the_other_module_in_a_pass, dist.HashStore()) == [[True]] * 2
+    assert seen == [True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import pytest
@@ -12,7 +11,8 @@ from torch import nn
 import lockstep
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import PeerError
-from threaded import run_ranks
+from programs.ranks import makes_means, on_ranks, replicated
+from small_modules import error_of, fails_in_backward
 
 
 class Rows(nn.Module):
@@ -36,63 +36,52 @@ def ids_of(rank, seed):
 
 def step(rank, model, seed, **kwargs):
     """Run a backward that makes means; return whether the gradients of the embeddings are sparse, None without any."""
-    parameters = list(model.parameters())
-    own = torch.autograd.grad(model(ids_of(rank, seed), **kwargs), parameters, allow_unused=True)
-    model.zero_grad()
-    model(ids_of(rank, seed), **kwargs).backward()
-    for parameter, grad in zip(parameters, own, strict=True):
-        dense = torch.zeros_like(parameter) if grad is None else grad.to_dense()
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-        torch.testing.assert_close(got, sum(rank.gather(dense)) / rank.world)
-        assert rank.all_equal(got)
+    assert makes_means(rank, model, lambda each: each(ids_of(rank, seed), **kwargs), rtol=1.3e-6, atol=1e-5)
     return [None if each.weight.grad is None else each.weight.grad.is_sparse for each in (model.words, model.late)]
 
 
-def rows(rank, dtype, monkeypatch):
-    """Ranks have different numbers of rows, one of them none; later one rank's gradients are dense, with and without a
-    place in the plan, and no rank's backend sums sparse tensors."""
+@pytest.fixture
+def only_dense(monkeypatch):
+    """No rank's backend sums sparse tensors."""
     all_reduce = Collectives.all_reduce
 
-    def only_dense(self, tensor, *args, **kwargs):
+    def checked(self, tensor, *args, **kwargs):
         assert not tensor.is_sparse
         return all_reduce(self, tensor, *args, **kwargs)
 
-    monkeypatch.setattr(Collectives, "all_reduce", only_dense)
-    model = lockstep.replicate(rank.make(functools.partial(Rows, dtype)), process_group=rank.group)
-    seen = [step(rank, model, seed) for seed in range(3)]
-    one = rank.rank == 1
-    seen.append(step(rank, model, 3, uses_late=True, regularised=["late"] if one else []))
-    seen.append(step(rank, model, 4, uses_late=True, regularised=["words", "late"] if one else []))
-    seen.append(step(rank, model, 5, uses_late=True))
-    return seen
+    monkeypatch.setattr(Collectives, "all_reduce", checked)
 
 
+@pytest.mark.usefixtures("only_dense")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("hosts", ["", "aaa", "aab"])
-def test_means_of_rows(dtype, hosts, monkeypatch):
-    wanted = [[True, None]] * 3 + [[True, False], [False, False], [True, True]]
-    assert run_ranks(3, rows, dtype, monkeypatch, hosts=hosts) == [wanted] * 3
+@on_ranks(3, "hosts")
+def test_means_of_rows(rank, dtype):
+    """Ranks have different numbers of rows, one of them none; later one rank's gradients are dense, with and without a
+    place in the plan."""
+    model = replicated(rank, functools.partial(Rows, dtype))
+    one = rank.rank == 1
+    for seed in range(3):
+        assert step(rank, model, seed) == [True, None]
+    assert step(rank, model, 3, uses_late=True, regularised=["late"] if one else []) == [True, False]
+    assert step(rank, model, 4, uses_late=True, regularised=["words", "late"] if one else []) == [False, False]
+    assert step(rank, model, 5, uses_late=True) == [True, True]
 
 
-def fails(rank):
-    """Backward fails on one rank in each second step, and on one rank a batch is left out."""
-    model, seen = lockstep.replicate(rank.make(Rows), process_group=rank.group), []
+@on_ranks(2)
+def test_rows_of_a_backward_that_fails_on_a_rank_are_dropped(rank):
+    """It fails on one rank in each second step, and on one rank a batch is left out."""
+    model = replicated(rank, Rows)
     for seed in range(2, 8):
-        with contextlib.suppress(PeerError, ArithmeticError):
-            if seed % 2:
-                loss = model(ids_of(rank, seed))
-                if rank.rank == 1:
-                    loss.register_hook(lambda gradient: 1 / 0)
-                loss.backward()
-                seen.append("went on")
+        if seed % 2:
+            loss = fails_in_backward(model(ids_of(rank, seed)), rank.rank == 1)
+            assert error_of(loss.backward) is (ArithmeticError if rank.rank == 1 else PeerError)
+        else:
             assert step(rank, model, seed) == [True, None]
     model.zero_grad()
     with lockstep.loop.skip_on(ValueError, group=rank.group):
         if rank.rank == 0:
             raise ValueError("a bad batch")
         model(ids_of(rank, 0)).backward()
-    return seen, lockstep.loop.skipped(model), step(rank, model, 2)
-
-
-def test_rows_of_a_backward_that_fails_on_a_rank_are_dropped():
-    assert run_ranks(2, fails) == [([], True, [True, None])] * 2
+    assert lockstep.loop.skipped(model)
+    assert step(rank, model, 2) == [True, None]
