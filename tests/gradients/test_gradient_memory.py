@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import lockstep
-from threaded import run_ranks
+from programs.ranks import on_ranks, replicated
 
 # PyTorch says so, too, in one process where a gradient is laid out differently from its parameter.
 pytestmark = [
@@ -108,61 +107,54 @@ def square(side):
     return nn.ParameterList([torch.ones(side, side), torch.ones(side, side)])
 
 
-def train(rank, change):
-    """Gradients that differ from place to place, beside one process."""
-    for side, clear in itertools.product(SIDES.values(), (keep, to_none, to_zero)):
-        train_and_clear(rank, change, clear, side)
-
-
-def train_and_clear(rank, change, clear, side):
-    module = lockstep.replicate(square(side), process_group=rank.group)
-    reference = copy.deepcopy(module)
-    pattern = torch.arange(float(side * side)).view(side, side) % 7
-    for step in range(5):
-        if step:
-            for each in (module, reference):
-                clear(each)
-        (module[0] * pattern * (rank.rank + step) + module[1] * pattern * rank.rank).sum().backward()
-        (reference[0] * pattern * (0.5 + step) + reference[1] * pattern * 0.5).sum().backward()
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
-        if step in (1, 2):
-            for each in (module, reference):
-                change(each)
+def same_gradients(module, reference):
+    torch.testing.assert_close([p.grad for p in module], [p.grad for p in reference])
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
-def test_gradients_that_were_given_other_memory_are_synchronised(change):
-    run_ranks(2, train, change)
-
-
-def convert(rank, channels, clear):
-    """`Module.to` gives existing gradients other memory, and keeps the objects."""
-    module = rank.make(lambda: nn.Sequential(nn.Conv2d(channels, 4, 3), nn.Conv2d(4, 4, 1)))
-    lockstep.replicate(module, process_group=rank.group)
-    reference = copy.deepcopy(module)
-    for step in range(4):
-        if step:
-            for each in (module, reference):
-                clear(each)
-        x = torch.randn(2, channels, 4, 4, generator=torch.Generator().manual_seed(step))
-        module(x[rank.rank : rank.rank + 1]).sum().backward()
-        (reference(x).sum() / 2).backward()
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
-        for each in (module, reference):
-            each.to(memory_format=torch.channels_last if step % 2 else torch.contiguous_format)
+@on_ranks(2)
+def test_gradients_that_were_given_other_memory_are_synchronised(rank, change):
+    """Gradients that differ from place to place, beside one process."""
+    for side, clear in itertools.product(SIDES.values(), (keep, to_none, to_zero)):
+        module = replicated(rank, lambda side=side: square(side))
+        reference = copy.deepcopy(module)
+        pattern = torch.arange(float(side * side)).view(side, side) % 7
+        for step in range(5):
+            if step:
+                clear(module)
+                clear(reference)
+            (module[0] * pattern * (rank.rank + step) + module[1] * pattern * rank.rank).sum().backward()
+            (reference[0] * pattern * (0.5 + step) + reference[1] * pattern * 0.5).sum().backward()
+            same_gradients(module.parameters(), reference.parameters())
+            if step in (1, 2):
+                change(module)
+                change(reference)
 
 
 @pytest.mark.parametrize("channels", [8, 400], ids=["small", "large"])
 @pytest.mark.parametrize("clear", [keep, to_none, to_zero], ids=lambda each: each.__name__)
-def test_another_memory_format_while_there_are_gradients(clear, channels):
-    run_ranks(2, convert, channels, clear)
+@on_ranks(2)
+def test_another_memory_format_while_there_are_gradients(rank, clear, channels):
+    """`Module.to` gives existing gradients other memory, and keeps the objects."""
+    module = replicated(rank, lambda: nn.Sequential(nn.Conv2d(channels, 4, 3), nn.Conv2d(4, 4, 1)))
+    reference = copy.deepcopy(module)
+    for step in range(4):
+        if step:
+            clear(module)
+            clear(reference)
+        x = torch.randn(2, channels, 4, 4, generator=torch.Generator().manual_seed(step))
+        module(x[rank.rank : rank.rank + 1]).sum().backward()
+        (reference(x).sum() / 2).backward()
+        same_gradients(module.parameters(), reference.parameters())
+        for each in (module, reference):
+            each.to(memory_format=torch.channels_last if step % 2 else torch.contiguous_format)
 
 
-def unused(rank, change):
-    """What a parameter holds that no rank has used stays as it is, wherever it lies."""
-    module = lockstep.replicate(square(4), process_group=rank.group)
+@pytest.mark.parametrize("change", [other_data, other_object, exchanged, keep], ids=lambda each: each.__name__)
+@on_ranks(2)
+def test_a_gradient_of_a_parameter_that_is_not_used_stays_wherever_it_lies(rank, change):
+    """What it holds stays as it is."""
+    module = replicated(rank, lambda: square(4))
     sum((p * (rank.rank + 1.0)).sum() for p in module).backward()
     change(module)
     before = module[1].grad.clone()
@@ -173,24 +165,15 @@ def unused(rank, change):
         assert torch.equal(module[1].grad, before)
 
 
-@pytest.mark.parametrize("change", [other_data, other_object, exchanged, keep], ids=lambda each: each.__name__)
-def test_a_gradient_of_a_parameter_that_is_not_used_stays_wherever_it_lies(change):
-    run_ranks(2, unused, change)
-
-
-def laid_out_by_hand(rank):
-    """A large gradient, reduced where it lies, lies otherwise on rank 1."""
-    model = lockstep.replicate(nn.ParameterList([torch.ones(120, 140)]), process_group=rank.group)
-    (weight,) = model
+@on_ranks(2)
+def test_a_large_gradient_that_lies_otherwise_on_one_rank(rank):
+    """On rank 1; it is reduced where it lies."""
+    module = replicated(rank, lambda: nn.ParameterList([torch.ones(120, 140)]))
+    (weight,) = module
     values = torch.arange(120 * 140.0).view(120, 140) % 101
     for _ in range(2):
         (weight * values).sum().backward()
-        model.zero_grad()
+        module.zero_grad()
     weight.grad = torch.zeros(140, 120).t() if rank.rank else torch.zeros(120, 140)
     (weight * values).sum().backward()
-    return torch.equal(weight.grad, values)
-
-
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-def test_a_large_gradient_that_lies_otherwise_on_one_rank():
-    assert run_ranks(2, laid_out_by_hand) == [True, True]
+    assert torch.equal(weight.grad, values)

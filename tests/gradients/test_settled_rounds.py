@@ -8,37 +8,40 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
 
-import lockstep
 from lockstep.distributed.reduction.module.managed_parameters import Trigger
-from threaded import run_ranks
+from programs.networks import mlp
+from programs.ranks import clear, on_ranks, replicated
 
 
-@pytest.mark.parametrize("synchronises", [True, False])
-def test_no_hook_is_called_where_nothing_can_leave_early(monkeypatch, synchronises):
-    calls: Counter[int] = Counter()
+@pytest.fixture
+def calls(monkeypatch):
+    """How often triggers have been called, by thread."""
+    counted: Counter[int] = Counter()
     call_trigger = Trigger.__call__
 
-    def counted(self, parameter):
-        calls[threading.get_ident()] += 1
+    def count(self, parameter):
+        counted[threading.get_ident()] += 1
         call_trigger(self, parameter)
 
-    monkeypatch.setattr(Trigger, "__call__", counted)
+    monkeypatch.setattr(Trigger, "__call__", count)
+    return counted
 
-    def call(rank):
-        net = lockstep.replicate(
-            rank.make(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))), process_group=rank.group
-        )
-        found = []
-        for number in range(4):
-            net.zero_grad()
-            with contextlib.nullcontext() if synchronises or number < 2 else net.no_sync():
-                before = calls[threading.get_ident()]
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("synchronises", [(True,) * 4, (True, True, False, False), (False, True, True, False, True)])
+@on_ranks(2)
+def test_no_hook_is_called_where_nothing_can_leave_early(rank, calls, synchronises, modules):
+    """A backward for each module. In the first round each gradient has a trigger, by which ranks learn their order."""
+    nets = [replicated(rank, lambda: mlp(*[4] * 6)) for _ in range(modules)]
+    found = []
+    for each in synchronises:
+        clear(*nets)
+        before = calls[threading.get_ident()]
+        for net in nets:
+            with contextlib.nullcontext() if each else net.no_sync():
                 net(torch.ones(2, 4)).sum().backward()
-                found.append(calls[threading.get_ident()] - before)
             assert all(p.grad is not None for p in net.parameters())
-        return found
-
-    # In the first round each gradient has a trigger, by which ranks learn their order.
-    assert run_ranks(2, call) == [[10, 0, 0, 0]] * 2
+        found.append(calls[threading.get_ident()] - before)
+    first = synchronises.index(True)
+    assert found == [10 * modules if step == first else 0 for step in range(len(synchronises))]

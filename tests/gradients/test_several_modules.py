@@ -14,13 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.distributed.reduction.module.managed_parameters import Trigger
 from lockstep.distributed.replication.replication import find_replication
 from lockstep.errors import PeerError
 from programs.networks import mlp
 from programs.ranks import clear, on_ranks, replicated, rows, same_as_one_process, same_gradients, scalars, scalars_of
 from small_modules import fails_in_backward, one_weight, x_of
-from threaded import count_collectives, new_gloo_group, run_ranks
+from threaded import count_collectives, new_gloo_group
 
 
 def chain(count):
@@ -246,38 +245,3 @@ def test_a_pass_of_another_thread_may_end_while_this_one_is_asked_about(rank):
         other.submit(lambda: nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()).result()
     reducer._steps = []
     assert scalars_of(module, loss=module(x_of(rank)).sum()) == [1.0]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_pass_in_which_nothing_leaves_early_calls_no_trigger(monkeypatch, count):
-    triggered, call = [], Trigger.__call__
-
-    def note(trigger, parameter):
-        triggered.append(parameter)
-        call(trigger, parameter)
-
-    monkeypatch.setattr(Trigger, "__call__", note)
-
-    def work(rank):
-        modules = [replicated(rank, lambda: mlp(3, 4, 3)) for _ in range(count)]
-
-        def triggers(step):
-            before = len(triggered)
-            for module in modules:
-                step(module)
-            return sum(any(each is p for p in module.parameters() for module in modules) for each in triggered[before:])
-
-        def local(module):
-            with module.no_sync():
-                module(torch.ones(2, 3)).sum().backward()
-
-        def reduced(module):
-            module(torch.ones(2, 3)).sum().backward()
-
-        return [triggers(step) for step in (local, reduced, reduced, local, reduced)]
-
-    found = run_ranks(2, work)
-    # The order of gradients is learnt in the first round; with one module, its last one tells that a bucket is full.
-    assert [steps[0] for steps in found] == [steps[3] for steps in found] == [0, 0]
-    assert all(steps[1] > 0 for steps in found)
-    assert count == 1 or [steps[4] for steps in found] == [0, 0]

@@ -10,58 +10,47 @@ import torch
 from torch import nn
 
 import lockstep
+from programs.networks import Deep
+from programs.ranks import on_ranks, replicated
+from small_modules import filled
 from threaded import run_ranks
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, both):
-        return self.b(self.a(x)) if both else self.a(x)
+def used(model, layers):
+    model(torch.ones(2, 3), range(layers)).sum().backward()
 
 
-def train(rank):
-    model = lockstep.replicate(Branches(), process_group=rank.group)
+@on_ranks(2)
+def test_rounds_bytes_and_unused_parameters(rank):
+    model = replicated(rank, lambda: Deep(2))
     seen = [lockstep.loop.statistics(model)]
-    for both in (True, rank.rank == 1, True):
-        model(torch.ones(2, 4), both).sum().backward()
+    for layers in (2, 1 + rank.rank, 2):
+        used(model, layers)
         seen.append(lockstep.loop.statistics(model))
     with model.no_sync():
-        model(torch.ones(2, 4), True).sum().backward()
+        used(model, 2)
     seen.append(lockstep.loop.statistics(model))
-    return seen
-
-
-def test_rounds_bytes_and_unused_parameters():
-    first, second = run_ranks(2, train)
-    assert [each.rounds for each in first] == [0, 1, 2, 3, 3]
-    assert [each.unused for each in first] == [[], [], ["b.weight", "b.bias"], [], []]
-    assert [each.unused for each in second] == [[]] * 5
-    gradients = 4 * 2 * (16 + 4)
-    moved = [later.bytes_reduced - before.bytes_reduced for before, later in itertools.pairwise(first)]
+    assert [each.rounds for each in seen] == [0, 1, 2, 3, 3]
+    unused = [] if rank.rank else ["layers.1.weight", "layers.1.bias"]
+    assert [each.unused for each in seen] == [[], [], unused, [], []]
+    gradients = 4 * 2 * (9 + 3)
+    moved = [later.bytes_reduced - before.bytes_reduced for before, later in itertools.pairwise(seen)]
     assert all(gradients < each < gradients + 2048 for each in moved[1:3])  # with the report
     # in the first round the communication hooks and the values of parameters are compared
     assert gradients < moved[0] < gradients + 2048 + 2 * 4096
     assert moved[3] == 0
-    assert first[1].plan_changes == {"the order of gradients is known": 1}
-    assert first[-1].exposed_seconds == first[-1].seconds["wait"] > 0
-    assert first[-1].hidden_seconds > 0
+    assert seen[1].plan_changes == {"the order of gradients is known": 1}
+    assert seen[-1].exposed_seconds == seen[-1].seconds["wait"] > 0
+    assert seen[-1].hidden_seconds > 0
 
 
-def change(rank):
-    model = lockstep.replicate(Branches(), process_group=rank.group)
-    model(torch.ones(2, 4), True).sum().backward()
-    model.b = nn.Linear(4, 4)
-    nn.init.ones_(model.b.weight)
-    nn.init.ones_(model.b.bias)
-    model(torch.ones(2, 4), True).sum().backward()
-    return lockstep.loop.statistics(model).plan_changes
-
-
-def test_why_buckets_were_made_anew():
-    assert all(each["the module has changed"] == 1 for each in run_ranks(2, change))
+@on_ranks(2)
+def test_why_buckets_were_made_anew(rank):
+    model = replicated(rank, lambda: Deep(2))
+    used(model, 2)
+    model.layers[1] = filled(nn.Linear(3, 3))
+    used(model, 2)
+    assert lockstep.loop.statistics(model).plan_changes["the module has changed"] == 1
 
 
 def be_late(rank):
