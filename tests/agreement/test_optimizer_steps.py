@@ -17,6 +17,7 @@ from lockstep.distributed.reduction.report.pass_log import StepLog
 from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS
 from lockstep.errors import OutOfSyncError, PeerError
 from processes import run_processes
+from programs.ranks import on_ranks
 from small_modules import fails_in_backward, filled, one_weight, x_of
 from threaded import run_ranks
 
@@ -133,13 +134,11 @@ def test_a_step_in_compiled_code_is_seen_each_time():
     assert run_processes(1, compiled_steps) == [["begins", "ended"] * 3]
 
 
-def test_an_optimizer_of_replicated_parameters():
-    def call(rank):
-        module, other = lockstep.replicate(one_weight(), process_group=rank.group), one_weight()
-        assert has_replicated_parameters(sgd(other, module))
-        assert not has_replicated_parameters(sgd(other))
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_an_optimizer_of_replicated_parameters(rank):
+    module, other = lockstep.replicate(one_weight(), process_group=rank.group), one_weight()
+    assert has_replicated_parameters(sgd(other, module))
+    assert not has_replicated_parameters(sgd(other))
 
 
 # ---------------------------------------------------------------------------------- mistakes
@@ -504,27 +503,22 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("program", RIGHT)
-def test_programs_that_do_the_same_on_all_ranks(program):
-    def call(rank):
-        modules = program(rank)
-        for module in modules if isinstance(modules, tuple) else (modules,):
-            lockstep.check_in_sync(module, rank.group)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_programs_that_do_the_same_on_all_ranks(rank, program):
+    modules = program(rank)
+    for module in modules if isinstance(modules, tuple) else (modules,):
+        lockstep.check_in_sync(module, rank.group)
 
 
-def test_steps_of_one_rank_on_a_module_with_shares_are_known_by_what_they_leave():
+@on_ranks(2)
+def test_steps_of_one_rank_on_a_module_with_shares_are_known_by_what_they_leave(rank):
     """Their number is not compared, since each exchange says of which batch it is."""
-
-    def call(rank):
-        module = lockstep.replicate(one_weight(), process_group=rank.group, shares=2)
-        optimizer = sgd(module)
-        with pytest.raises(OutOfSyncError, match=r"^parameter weight is out of sync: .* replicate\(\) and step 1\. "):
-            for batch in lockstep.shares.GlobalBatches(torch.ones(8, 1), 4, 2, process_group=rank.group):
-                optimizer.zero_grad()
-                for x in batch:
-                    module(x).sum().backward()
-                for _ in range(1 + rank.rank):
-                    optimizer.step()
-
-    run_ranks(2, call)
+    module = lockstep.replicate(one_weight(), process_group=rank.group, shares=2)
+    optimizer = sgd(module)
+    with pytest.raises(OutOfSyncError, match=r"^parameter weight is out of sync: .* replicate\(\) and step 1\. "):
+        for batch in lockstep.shares.GlobalBatches(torch.ones(8, 1), 4, 2, process_group=rank.group):
+            optimizer.zero_grad()
+            for x in batch:
+                module(x).sum().backward()
+            for _ in range(1 + rank.rank):
+                optimizer.step()

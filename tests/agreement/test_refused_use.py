@@ -19,6 +19,7 @@ from lockstep.errors import (
     OptionError,
     PeerError,
 )
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 
@@ -166,20 +167,18 @@ def reshaped_without_bias(model):
 
 @pytest.mark.parametrize("change", [reshaped, retyped])
 @pytest.mark.parametrize("hooked", [False, True])
-def test_parameters_that_change_shape_or_dtype_are_agreed_on_again(change, hooked):
-    def call(rank):
-        model = lockstep.replicate(nn.Linear(2, 2), process_group=rank.group)
-        if hooked:
-            model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-        model(torch.ones(1, 2)).sum().backward()
+@on_ranks(2)
+def test_parameters_that_change_shape_or_dtype_are_agreed_on_again(rank, change, hooked):
+    model = lockstep.replicate(nn.Linear(2, 2), process_group=rank.group)
+    if hooked:
+        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
+    change(model)
+    for _ in range(2):
         model.zero_grad()
-        change(model)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.full((1, 2), 1.0 + rank.rank, dtype=model.weight.dtype)).sum().backward()
-            assert model.weight.grad.tolist() == [[1.5, 1.5]] * len(model.weight)
-
-    run_ranks(2, call)
+        model(torch.full((1, 2), 1.0 + rank.rank, dtype=model.weight.dtype)).sum().backward()
+        assert model.weight.grad.tolist() == [[1.5, 1.5]] * len(model.weight)
 
 
 def test_a_parameter_that_changes_on_one_rank_is_an_error_on_all_by_name():
@@ -196,29 +195,24 @@ def test_a_parameter_that_changes_on_one_rank_is_an_error_on_all_by_name():
     assert first.startswith("ranks differ in parameter weight: rank 0 has float32 of shape (2, 2); rank 1 has float32")
 
 
-def test_a_parameter_that_changes_amid_backward_is_an_error_on_every_rank():
+@on_ranks(2)
+def test_a_parameter_that_changes_amid_backward_is_an_error_on_every_rank(rank):
     """It had another shape when the pass began."""
-
-    def call(rank):
-        model = lockstep.replicate(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), process_group=rank.group)
-        out = model[0](torch.ones(1, 2))
-        if rank.rank == 1:
-            out.register_hook(lambda grad: reshaped(model[1]))
-        with pytest.raises(LayoutError if rank.rank == 1 else PeerError, match="backward"):
-            out.sum().backward()
-
-    run_ranks(2, call)
+    model = lockstep.replicate(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), process_group=rank.group)
+    out = model[0](torch.ones(1, 2))
+    if rank.rank == 1:
+        out.register_hook(lambda grad: reshaped(model[1]))
+    with pytest.raises(LayoutError if rank.rank == 1 else PeerError, match="backward"):
+        out.sum().backward()
 
 
-def test_a_parameter_that_is_replaced_is_trained_on_this_rank_alone_as_with_any_new_one():
-    def call(rank):
-        model = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
-        model.extra = nn.Parameter(torch.ones(1))
-        x = torch.full((1, 1), rank.rank + 1.0)
-        (model(x) * model.extra).sum().backward()
-        return rank.all_equal(model.weight.grad)
-
-    assert run_ranks(2, call) == [True, True]
+@on_ranks(2)
+def test_a_parameter_that_is_replaced_is_trained_on_this_rank_alone_as_with_any_new_one(rank):
+    model = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
+    model.extra = nn.Parameter(torch.ones(1))
+    x = torch.full((1, 1), rank.rank + 1.0)
+    (model(x) * model.extra).sum().backward()
+    assert rank.all_equal(model.weight.grad)
 
 
 # ---------------------------------------------------------------------------------- mean_over_ranks
@@ -253,25 +247,22 @@ def test_a_module_that_is_gone_cannot_be_used():
     assert state.options.dim == 0
 
 
-def test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another():
+@on_ranks(2)
+def test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another(rank):
     """It had no place among the gradients yet."""
-
-    def call(rank):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model[1].requires_grad_(False)
-        lockstep.replicate(model, process_group=rank.group)
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-        if rank.rank == 1:
-            model[1].double()
-        else:
-            model[1].requires_grad_(True)
-        model.zero_grad()
-        with pytest.raises(AgreementError, match=r"ranks differ in parameter 1\.weight"):
-            model[1](model[0](torch.ones(1, 2)).to(model[1].weight.dtype)).sum().backward()
-        return [p.grad for p in model[1].parameters()]
-
-    assert run_ranks(2, call) == [[None, None]] * 2
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(False)
+    lockstep.replicate(model, process_group=rank.group)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    if rank.rank == 1:
+        model[1].double()
+    else:
+        model[1].requires_grad_(True)
+    model.zero_grad()
+    with pytest.raises(AgreementError, match=r"ranks differ in parameter 1\.weight"):
+        model[1](model[0](torch.ones(1, 2)).to(model[1].weight.dtype)).sum().backward()
+    assert [p.grad for p in model[1].parameters()] == [None, None]
 
 
 @pytest.mark.parametrize("change", [reshaped, reshaped_without_bias, retyped])
@@ -280,21 +271,19 @@ def test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another():
     [(2, False), (2, True), (1100, False), (1100, True)],
     ids=["side by side", "side by side, cleared", "alone", "alone, cleared"],
 )
-def test_a_layer_that_changes_on_a_rank_that_does_not_use_it(change, size, clears):
-    def call(rank):
-        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(size, size)])
-        model[1].weight.data.fill_(1.0)
-        lockstep.replicate(model, process_group=rank.group)
-        for _ in range(2):
-            sum(each(torch.ones(1, each.in_features)).sum() for each in model).backward()
-            model.zero_grad(set_to_none=clears)
-        if rank.rank == 1:
-            change(model[1])
-        with pytest.raises(AgreementError, match=r"ranks differ in parameter 1\.weight"):
-            each = model[1 - rank.rank]
-            each(torch.ones(1, each.in_features)).sum().backward()
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_layer_that_changes_on_a_rank_that_does_not_use_it(rank, change, size, clears):
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(size, size)])
+    model[1].weight.data.fill_(1.0)
+    lockstep.replicate(model, process_group=rank.group)
+    for _ in range(2):
+        sum(each(torch.ones(1, each.in_features)).sum() for each in model).backward()
+        model.zero_grad(set_to_none=clears)
+    if rank.rank == 1:
+        change(model[1])
+    with pytest.raises(AgreementError, match=r"ranks differ in parameter 1\.weight"):
+        each = model[1 - rank.rank]
+        each(torch.ones(1, each.in_features)).sum().backward()
 
 
 def test_a_module_keeps_its_group_when_there_is_another_default_group():

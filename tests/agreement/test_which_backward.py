@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.distributed.reduction.autograd.engine import current_pass
 from lockstep.errors import PeerError
+from programs.ranks import on_ranks
 from small_modules import one_weight, x_of
 from threaded import run_ranks
 
@@ -49,11 +50,11 @@ class Wrapped:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
         self.seen = []
 
-    def step(self, rank, forward=None, value=1.0):
-        """One step of training; the gradient of rank r is r + 1 times `value`. Returns the error, if there is one."""
+    def step(self, rank, forward=None):
+        """One step of training; the gradient of rank r is r + 1. Returns the error, if there is one."""
         self.optimizer.zero_grad()
         try:
-            (forward or self.call)(torch.full((1, 1), value * (rank.rank + 1))).sum().backward()
+            (forward or self.call)(x_of(rank)).sum().backward()
         except PeerError as error:
             return str(error)
         self.seen.append(self.weight.grad.item())
@@ -90,35 +91,24 @@ def in_evaluation_mode(net):
     return call
 
 
-def alone(rank, wrapped, how):
-    """Rank 0 runs a backward of its own between two steps."""
-    net = Wrapped(rank, wrapped)
-    errors = [net.step(rank), net.step(rank)]
-    before = net.weight.item()
-    if rank.rank == 0:
-        errors.append(net.step(rank, how(net)))
-    else:
-        errors.append(net.step(rank))
-    unchanged = net.weight.item() == before
-    errors.append(net.step(rank))  # goes on
-    lockstep.check_in_sync(net.call)
-    return errors, unchanged, net.seen
-
-
 @both_faces
 @pytest.mark.parametrize("how", [submodule, another_method, forward_of_the_class, in_evaluation_mode])
-def test_a_backward_of_one_rank_is_an_error_on_all_ranks_in_that_step(wrapped, how):
-    mode = (
-        "the module's forward in evaluation mode" if how is in_evaluation_mode else "no output of the module's forward"
-    )
-    for rank, (errors, unchanged, seen) in enumerate(run_ranks(3, alone, wrapped, how)):
-        assert [error is None for error in errors] == [True, True, False, True]
-        assert f"rank {rank}: ranks 0 and 1 are not in the same backward pass (number 3 that synchronises)" in errors[2]
-        assert f"on rank 0 it went through {mode}" in errors[2]
-        assert "on rank 1 through the module's forward in training mode" in errors[2]
-        assert "under no_sync(), or take its gradients with torch.autograd.grad" in errors[2]
-        assert unchanged
-        assert seen == [2.0] * 3
+@on_ranks(3)
+def test_a_backward_of_one_rank_is_an_error_on_all_ranks_in_that_step(rank, wrapped, how):
+    """Rank 0 runs it between two steps."""
+    net = Wrapped(rank, wrapped)
+    assert [net.step(rank), net.step(rank)] == [None, None]
+    before = net.weight.item()
+    error = net.step(rank, None if rank.rank else how(net))
+    assert net.weight.item() == before
+    assert net.step(rank) is None  # goes on
+    lockstep.check_in_sync(net.call)
+    through = "the module's forward in evaluation mode" if how is in_evaluation_mode else "no output of the module's"
+    assert f"rank {rank.rank}: ranks 0 and 1 are not in the same backward pass (number 3 that synchronises)" in error
+    assert f"on rank 0 it went through {through}" in error
+    assert "on rank 1 through the module's forward in training mode" in error
+    assert "under no_sync(), or take its gradients with torch.autograd.grad" in error
+    assert net.seen == [2.0] * 3
 
 
 def skip_after_forward(net, rank):
@@ -166,37 +156,26 @@ def test_a_forward_more_on_one_rank_is_a_warning_once_on_all_ranks(wrapped, skip
 
 @both_faces
 @pytest.mark.parametrize("skip", SKIPS)
-def test_a_batch_that_one_rank_leaves_out_between_other_steps_is_an_error_on_all_ranks(wrapped, skip):
-    for rank, (errors, _) in enumerate(run_ranks(2, leave_out, wrapped, skip, True)):
-        assert errors[0] is None
-        assert f"rank {rank}: ranks 0 and 1 are not in the same backward pass (number 2 that" in errors[1]
-        assert "since the last one, rank 0 has left out no forwards, rank 1 1 forward (in training" in errors[1]
+@on_ranks(2)
+def test_a_batch_that_one_rank_leaves_out_between_other_steps_is_an_error_on_all_ranks(rank, wrapped, skip):
+    (first, second), _ = leave_out(rank, wrapped, skip, True)
+    assert first is None
+    assert f"rank {rank.rank}: ranks 0 and 1 are not in the same backward pass (number 2 that" in second
+    assert "since the last one, rank 0 has left out no forwards, rank 1 1 forward (in training" in second
 
 
-def log_in_batches(rank):
+@on_ranks(2)
+def test_a_forward_more_in_batches_is_right(rank):
     """In batches of a loop that counts them, forwards beside them are not compared."""
     net = Wrapped(rank, False)
     for step, _ in enumerate(lockstep.batches([0] * 3, group=rank.group)):
         assert net.step(rank) is None
         if rank.rank == 0 and step < 2:
             skip_after_forward(net, rank)
-    return net.seen
-
-
-def test_a_forward_more_in_batches_is_right():
-    assert run_ranks(2, log_in_batches) == [[1.5] * 3] * 2
+    assert net.seen == [1.5] * 3
 
 
 # ------------------------------------------------------------------------------ what may differ by rank
-
-
-def no_error(rank, wrapped, use):
-    """`use(net, rank)` between steps, or for one, on which ranks differ; gradients stay those of all ranks."""
-    net = Wrapped(rank, wrapped)
-    for _ in range(3):
-        assert net.step(rank) is None
-        use(net, rank)
-    return net.seen
 
 
 def evaluate_without_gradients(net, rank):
@@ -297,12 +276,18 @@ USES = [
 
 @both_faces
 @pytest.mark.parametrize("use", USES)
-def test_what_may_differ_by_rank(wrapped, use):
-    for seen in run_ranks(2, no_error, wrapped, use):
-        torch.testing.assert_close(torch.tensor(seen), torch.full((len(seen),), 1.5))
+@on_ranks(2)
+def test_what_may_differ_by_rank(rank, wrapped, use):
+    """`use(net, rank)` between steps, or for one, on which ranks differ; gradients stay those of all ranks."""
+    net = Wrapped(rank, wrapped)
+    for _ in range(3):
+        assert net.step(rank) is None
+        use(net, rank)
+    torch.testing.assert_close(torch.tensor(net.seen), torch.full((len(net.seen),), 1.5))
 
 
-def weighted(rank):
+@on_ranks(2)
+def test_a_batch_without_weight_is_left_out(rank):
     """A batch that is left out is given no weight, and another one stands in for it."""
     net = Wrapped(rank, True)
     results = []
@@ -314,14 +299,11 @@ def weighted(rank):
         with lockstep.accumulate(net.call, weight=0 if bad else 1):
             (net.call(torch.full((1, 1), rank.rank + 1.0)).sum() * (not bad)).backward()
         results.append(net.weight.grad.item())
-    return results
+    assert results == [1.5, 1.0, 1.5]
 
 
-def test_a_batch_without_weight_is_left_out():
-    assert run_ranks(2, weighted) == [[1.5, 1.0, 1.5]] * 2
-
-
-def passive(rank):
+@on_ranks(2)
+def test_modules_that_one_rank_does_not_use_are_not_compared(rank):
     """One rank's loss reaches the second module of the group, and the other rank's does not."""
     first, second = Wrapped(rank, False), Wrapped(rank, False)
     seen = []
@@ -331,11 +313,7 @@ def passive(rank):
         x = torch.ones(1, 1)
         (first.call(x) + (second.call(x) if rank.rank else 0)).sum().backward()
         seen.append([first.weight.grad.item(), second.weight.grad.item()])
-    return seen
-
-
-def test_modules_that_one_rank_does_not_use_are_not_compared():
-    assert run_ranks(2, passive) == [[[1.0, 0.5]] * 3] * 2
+    assert seen == [[1.0, 0.5]] * 3
 
 
 def holds_its_pass(rank):
@@ -352,7 +330,8 @@ def test_a_pass_that_is_over_keeps_no_group():
         assert group() is None
 
 
-def evaluated_in_training_mode(rank):
+@on_ranks(2)
+def test_a_backward_without_any_gradient_is_forgotten(rank):
     """A backward of rank 1 alone reaches no trained parameter, and does not synchronise; both go past forward then."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)
     if rank.rank:
@@ -361,14 +340,11 @@ def evaluated_in_training_mode(rank):
             model(x_of(rank).requires_grad_()).sum().backward()
             model.requires_grad_(True)
     nn.functional.linear(x_of(rank), model.weight).sum().backward()
-    return model.weight.grad.item()
+    assert model.weight.grad.item() == 1.5
 
 
-def test_a_backward_without_any_gradient_is_forgotten():
-    assert run_ranks(2, evaluated_in_training_mode) == [1.5] * 2
-
-
-def for_its_input_alone(rank):
+@on_ranks(2)
+def test_a_backward_for_inputs_alone_is_nobody_elses_concern(rank):
     model, seen = lockstep.replicate(one_weight(), process_group=rank.group), []
     for _ in range(2):
         x = x_of(rank).requires_grad_()
@@ -377,11 +353,7 @@ def for_its_input_alone(rank):
         model(x).sum().backward()
         seen.append(model.weight.grad.item())
         model.zero_grad()
-    return seen
-
-
-def test_a_backward_for_inputs_alone_is_nobody_elses_concern():
-    assert run_ranks(2, for_its_input_alone) == [[1.5, 1.5]] * 2
+    assert seen == [1.5, 1.5]
 
 
 def test_a_pass_goes_on_as_itself_after_one_inside_of_it():

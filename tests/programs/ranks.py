@@ -6,9 +6,11 @@ import copy
 import functools
 import inspect
 
+import pytest
 import torch
 
 import lockstep
+from lockstep.errors import AgreementError
 from small_modules import one_weight
 from threaded import run_ranks
 
@@ -32,6 +34,18 @@ def on_ranks(world=2, *parameters, **options):
         return test
 
     return decorate
+
+
+def error_on_all(world, function, *args, error=AgreementError, **options):
+    """The message of the error with which `function(rank, *args)` ends on every rank, in the same words."""
+
+    def call(rank):
+        with pytest.raises(error) as caught:
+            function(rank, *args)
+        return str(caught.value)
+
+    (message,) = set(run_ranks(world, call, **options))
+    return message
 
 
 def replicated(rank, make=one_weight, **options):
