@@ -15,10 +15,11 @@ from small_modules import one_weight
 from threaded import run_ranks
 
 
-def on_ranks(world=2, *parameters, **options):
+def on_ranks(world, *parameters, group_timeout=10.0, **options):
     """The test is called on each of so many ranks, with the rank before its own arguments.
 
     `options` are those of `run_ranks`. `parameters` names some of them that the test is parametrized with instead.
+    Others wait for a rank whose assertion fails, so that the timeout is short.
     """
 
     def decorate(function):
@@ -26,7 +27,12 @@ def on_ranks(world=2, *parameters, **options):
 
         @functools.wraps(function)
         def test(**given):
-            chosen = {"world": world, **options, **{name: given.pop(name) for name in parameters}}
+            chosen = {
+                "world": world,
+                "group_timeout": group_timeout,
+                **options,
+                **{name: given.pop(name) for name in parameters},
+            }
             run_ranks(chosen.pop("world"), lambda rank: function(rank, **given), **chosen)
 
         for_ranks = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
