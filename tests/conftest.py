@@ -185,6 +185,12 @@ def alone_from_64_kib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def store() -> torch.distributed.Store:
+    """Where ranks meet for another group than their own."""
+    return torch.distributed.HashStore()
+
+
+@pytest.fixture
 def draws_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """PowerSGD draws its first guess, seeded alike on all ranks, from the random numbers of the process."""
     fork_rng, turn = torch.random.fork_rng, threading.RLock()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ from lockstep.errors import (
     UnknownOptionError,
 )
 from lockstep.phases import Phases
-from programs.ranks import error_on_all, on_ranks
+from programs.ranks import error_on_all, on_ranks, replicated
 from threaded import count_collectives, run_ranks
 
 
@@ -234,17 +232,12 @@ def test_an_option_that_does_not_go_with_the_module_of_one_rank(rank):
 
 
 @pytest.mark.parametrize("make", [lambda: Net([A]), lambda: Net([A], [COUNT, MEAN])])
-def test_agreeing_takes_two_small_sums(make):
-    def call(rank):
-        with count_collectives(rank) as sent:
-            lockstep.replicate(make(), process_group=rank.group)
-        return [each.name for each in sent if each.name != "broadcast"], max(
-            s.numel for s in sent if s.name == "all_reduce"
-        )
-
-    for names, most in run_ranks(2, call):
-        assert names == ["all_reduce", "all_reduce"]
-        assert most <= 1024
+@on_ranks(2)
+def test_agreeing_takes_two_small_sums(rank, make):
+    with count_collectives(rank) as sent:
+        lockstep.replicate(make(), process_group=rank.group)
+    assert [each.name for each in sent if each.name != "broadcast"] == ["all_reduce", "all_reduce"]
+    assert max(each.numel for each in sent if each.name == "all_reduce") <= 1024
 
 
 # ---------------------------------------------------------------------------------- later agreement
@@ -276,9 +269,7 @@ def test_without_init_sync_values_stay_as_they_are_and_gradients_are_shared(rank
     for _ in range(2):
         model.zero_grad()
         model(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
-    assert (model.weight.item(), model.kept.item(), model.weight.grad.item()) == [(0.0, 0.0, 1.5), (1.0, 1.0, 1.5)][
-        rank.rank
-    ]
+    assert (model.weight.item(), model.kept.item(), model.weight.grad.item()) == (rank.rank, rank.rank, 1.5)
 
 
 @on_ranks(2)
@@ -386,22 +377,22 @@ VALUES = {
 """What ranks have, and how many bytes of each follow the first 128 if values differ, at most 1000 at once."""
 
 
-@pytest.mark.parametrize("case", VALUES)
-def test_values_of_any_length_are_gathered(case, monkeypatch):
-    value, follows = VALUES[case]
+@pytest.fixture
+def short_pieces(monkeypatch):
     monkeypatch.setattr("lockstep.distributed.comm.agreement._BYTES_AT_ONCE", 3000)
 
-    def call(rank):
-        collectives = Collectives(rank.group, Phases())
-        with count_collectives(rank) as sent:
-            gathered = all_gather_object(value(rank.rank), "values", collectives)
-        return gathered, [each.numel for each in sent], objects_of([2, 0], value(rank.rank), "values", collectives)
 
-    for gathered, sizes, some in run_ranks(3, call):
-        assert gathered == [value(rank) for rank in range(3)]
-        equal = value(0) == value(1) == value(2)
-        assert sizes == ([1024] if equal else [1024, 128, *follows])
-        assert some == [value(2), value(0)]
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("case", VALUES)
+@on_ranks(3)
+def test_values_of_any_length_are_gathered(rank, case):
+    (value, follows), collectives = VALUES[case], Collectives(rank.group, Phases())
+    with count_collectives(rank) as sent:
+        gathered = all_gather_object(value(rank.rank), "values", collectives)
+    assert gathered == [value(rank) for rank in range(3)]
+    equal = value(0) == value(1) == value(2)
+    assert [each.numel for each in sent] == ([1024] if equal else [1024, 128, *follows])
+    assert objects_of([2, 0], value(rank.rank), "values", collectives) == [value(2), value(0)]
 
 
 # ---------------------------------------------------------------------------------- check_in_sync
@@ -440,19 +431,16 @@ def test_check_in_sync_names_the_first_difference_on_every_rank(change, first):
 
 
 @pytest.mark.parametrize("difference", BIT_DIFFERENCES)
-def test_check_in_sync_finds_every_difference_in_bits(difference):
+@on_ranks(2)
+def test_check_in_sync_finds_every_difference_in_bits(rank, difference):
     change, first = BIT_DIFFERENCES[difference]
-
-    def call(rank):
-        module = Values()
+    module = Values()
+    lockstep.check_in_sync(module, rank.group)
+    if rank.rank == 1:
+        with torch.no_grad():
+            change(module)
+    with pytest.raises(OutOfSyncError, match=f"^{first} is out of sync"):
         lockstep.check_in_sync(module, rank.group)
-        if rank.rank == 1:
-            with torch.no_grad():
-                change(module)
-        with pytest.raises(OutOfSyncError, match=f"^{first} is out of sync"):
-            lockstep.check_in_sync(module, rank.group)
-
-    run_ranks(2, call)
 
 
 @on_ranks(2)
@@ -484,11 +472,12 @@ def test_check_in_sync_leaves_out_buffers_of_which_each_rank_has_its_own(rank):
         lockstep.check_in_sync(model)
 
 
-def test_check_in_sync_between_steps_with_shares_changes_nothing():
+@on_ranks(2)
+def test_check_in_sync_between_steps_with_shares_changes_nothing(rank):
     """After a difference, too: the next step has the gradients that it would have had."""
-
-    def work(rank, looks):
-        model = lockstep.replicate(rank.make(lambda: nn.Linear(4, 2)), shares=4, process_group=rank.group)
+    found = []
+    for looks in (False, True):
+        model = replicated(rank, lambda: nn.Linear(4, 2), shares=4)
         data = TensorDataset(torch.arange(48.0).view(12, 4))
         for batch in lockstep.shares.GlobalBatches(data, 4, 4, process_group=rank.group):
             for (x,) in batch:
@@ -500,10 +489,8 @@ def test_check_in_sync_between_steps_with_shares_changes_nothing():
                 with pytest.raises(OutOfSyncError, match="parameter bias is out of sync"):
                     lockstep.check_in_sync(model)
                 model.bias.data.copy_(kept)
-        return [each.grad for each in model.parameters()]
-
-    expected, found = run_ranks(2, work, False), run_ranks(2, work, True)
-    assert all(map(torch.equal, itertools.chain(*expected), itertools.chain(*found)))
+        found.append([each.grad for each in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("name", ["every", "proces_group"])

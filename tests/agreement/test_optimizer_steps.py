@@ -17,9 +17,8 @@ from lockstep.distributed.reduction.report.pass_log import StepLog
 from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS
 from lockstep.errors import OutOfSyncError, PeerError
 from processes import run_processes
-from programs.ranks import on_ranks
+from programs.ranks import on_ranks, replicated
 from small_modules import fails_in_backward, filled, one_weight, x_of
-from threaded import run_ranks
 
 # ---------------------------------------------------------------------------------- what a rank counts
 
@@ -136,7 +135,7 @@ def test_a_step_in_compiled_code_is_seen_each_time():
 
 @on_ranks(2)
 def test_an_optimizer_of_replicated_parameters(rank):
-    module, other = lockstep.replicate(one_weight(), process_group=rank.group), one_weight()
+    module, other = replicated(rank), one_weight()
     assert has_replicated_parameters(sgd(other, module))
     assert not has_replicated_parameters(sgd(other))
 
@@ -193,7 +192,7 @@ def one_step_more(training):
     training.step(3)
 
 
-MISTAKES = {  # what rank 1 does where the others make steps 2, 3 and 4, and when it is an error: see `mistaken`
+MISTAKES = {  # what rank 1 does where the others make steps 2, 3 and 4, and when it is an error
     one_backward_more: 0,
     one_backward_more_on_top: 0,
     one_backward_more_in_the_next_step: 1,
@@ -202,7 +201,12 @@ MISTAKES = {  # what rank 1 does where the others make steps 2, 3 and 4, and whe
 }
 
 
-def mistaken(rank, mistake, before, wrapped):
+@pytest.mark.parametrize("hosts", ["", "aaa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["replicate", "DistributedDataParallel"])
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("mistake", MISTAKES)
+@on_ranks(3, "hosts")
+def test_a_backward_or_a_step_of_one_rank_alone_is_an_error_on_all_ranks(rank, mistake, before, wrapped):
     training = Training(rank, wrapped)
     for number in range(before):
         training.step(number)
@@ -215,24 +219,19 @@ def mistaken(rank, mistake, before, wrapped):
     nn.init.ones_(training.module.weight)  # the ranks have not made the same steps
     for number in range(5, 8):
         training.step(number)  # and training goes on
-    return str(error.value)
-
-
-@pytest.mark.parametrize("hosts", ["", "aaa"], ids=["gloo", "shm"])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["replicate", "DistributedDataParallel"])
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_backward_or_a_step_of_one_rank_alone_is_an_error_on_all_ranks(mistake, before, wrapped, hosts):
     fewer, more = (0, 1) if mistake is one_step_more else (1, 0)
     counts = ("1 step", "2 steps") if mistake is one_step_more else ("no steps", "1 step")
-    at = before + 1 + MISTAKES[mistake]
-    for number, text in enumerate(run_ranks(3, mistaken, mistake, before, wrapped, hosts=hosts)):
-        assert text.startswith(f"rank {number}: ranks {fewer} and {more} are not in the same step of the training: ")
-        assert f"(number {at}), optimizers have made {counts[0]} on this module's parameters on rank {fewer}" in text
-        assert f", and {counts[1]} on rank {more}. Rank {fewer} has run one backward more, or one step less" in text
+    at, text = before + 1 + MISTAKES[mistake], str(error.value)
+    assert text.startswith(f"rank {rank.rank}: ranks {fewer} and {more} are not in the same step of the training: ")
+    assert f"(number {at}), optimizers have made {counts[0]} on this module's parameters on rank {fewer}" in text
+    assert f", and {counts[1]} on rank {more}. Rank {fewer} has run one backward more, or one step less" in text
 
 
 # ---------------------------------------------------------------------------------- programs that are right
+
+
+def two_layers():
+    return filled(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
 
 
 def plain(rank):
@@ -295,7 +294,7 @@ def scaled(rank):
 
 def adversaries(rank):
     """Two modules on one group, one of which steps three times as often, through both."""
-    first, second = (lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(2))
+    first, second = replicated(rank), replicated(rank)
     one, two = sgd(first), sgd(second)
     for number in range(8):
         one.zero_grad()
@@ -307,7 +306,7 @@ def adversaries(rank):
 
 def two_groups_of_parameters(rank):
     """Two optimizers for the parts of one module, and one for what is no part of it, on one rank alone."""
-    module = lockstep.replicate(filled(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), process_group=rank.group)
+    module = replicated(rank, two_layers)
     own = one_weight()
     optimizers = [sgd(part) for part in module] + [sgd(own)] * rank.rank
     for _ in range(3):
@@ -335,7 +334,7 @@ def in_closures(rank):
 
 
 def in_backward(rank):
-    module = lockstep.replicate(filled(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), process_group=rank.group)
+    module = replicated(rank, two_layers)
     for each in module.parameters():
         optimizer = torch.optim.SGD([each], lr=1e-3)
         each.register_post_accumulate_grad_hook(lambda _, own=optimizer: own.step())
@@ -439,7 +438,7 @@ def caught(rank):
 
 
 def sharded(rank):
-    module = lockstep.replicate(filled(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))), process_group=rank.group)
+    module = replicated(rank, two_layers)
     optimizer = lockstep.shard_optimizer(torch.optim.AdamW(module.parameters()))
     for _ in range(3):
         optimizer.zero_grad()
@@ -450,8 +449,7 @@ def sharded(rank):
 
 def frozen_for_a_while(rank):
     """Phases in which the module is frozen, on all ranks or on one, and phases without steps."""
-    module = filled(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-    lockstep.replicate(module, process_group=rank.group)
+    module = replicated(rank, two_layers)
     optimizer = sgd(module)
     for frozen, steps in [((), 1), ((0, 1), 1), ((0,), 0), ((0,), 1), ((), 2)]:
         for _ in range(2):
@@ -513,7 +511,7 @@ def test_programs_that_do_the_same_on_all_ranks(rank, program):
 @on_ranks(2)
 def test_steps_of_one_rank_on_a_module_with_shares_are_known_by_what_they_leave(rank):
     """Their number is not compared, since each exchange says of which batch it is."""
-    module = lockstep.replicate(one_weight(), process_group=rank.group, shares=2)
+    module = replicated(rank, shares=2)
     optimizer = sgd(module)
     with pytest.raises(OutOfSyncError, match=r"^parameter weight is out of sync: .* replicate\(\) and step 1\. "):
         for batch in lockstep.shares.GlobalBatches(torch.ones(8, 1), 4, 2, process_group=rank.group):

@@ -19,8 +19,8 @@ from lockstep.errors import (
     OptionError,
     PeerError,
 )
-from programs.ranks import on_ranks
-from threaded import run_ranks
+from programs.ranks import error_on_all, on_ranks, replicated
+from small_modules import x_of
 
 
 def alone():
@@ -169,7 +169,7 @@ def reshaped_without_bias(model):
 @pytest.mark.parametrize("hooked", [False, True])
 @on_ranks(2)
 def test_parameters_that_change_shape_or_dtype_are_agreed_on_again(rank, change, hooked):
-    model = lockstep.replicate(nn.Linear(2, 2), process_group=rank.group)
+    model = replicated(rank, lambda: nn.Linear(2, 2))
     if hooked:
         model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     model(torch.ones(1, 2)).sum().backward()
@@ -183,22 +183,19 @@ def test_parameters_that_change_shape_or_dtype_are_agreed_on_again(rank, change,
 
 def test_a_parameter_that_changes_on_one_rank_is_an_error_on_all_by_name():
     def call(rank):
-        model = lockstep.replicate(nn.Linear(2, 2), process_group=rank.group)
+        model = replicated(rank, lambda: nn.Linear(2, 2))
         if rank.rank == 1:
             reshaped(model)
-        with pytest.raises(AgreementError) as caught:
-            model(torch.ones(1, 2)).sum().backward()
-        return str(caught.value)
+        model(torch.ones(1, 2)).sum().backward()
 
-    first, second = run_ranks(2, call)
-    assert first == second
-    assert first.startswith("ranks differ in parameter weight: rank 0 has float32 of shape (2, 2); rank 1 has float32")
+    words = "ranks differ in parameter weight: rank 0 has float32 of shape (2, 2); rank 1 has float32"
+    assert error_on_all(2, call).startswith(words)
 
 
 @on_ranks(2)
 def test_a_parameter_that_changes_amid_backward_is_an_error_on_every_rank(rank):
     """It had another shape when the pass began."""
-    model = lockstep.replicate(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), process_group=rank.group)
+    model = replicated(rank, lambda: nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
     out = model[0](torch.ones(1, 2))
     if rank.rank == 1:
         out.register_hook(lambda grad: reshaped(model[1]))
@@ -208,10 +205,9 @@ def test_a_parameter_that_changes_amid_backward_is_an_error_on_every_rank(rank):
 
 @on_ranks(2)
 def test_a_parameter_that_is_replaced_is_trained_on_this_rank_alone_as_with_any_new_one(rank):
-    model = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
+    model = replicated(rank)
     model.extra = nn.Parameter(torch.ones(1))
-    x = torch.full((1, 1), rank.rank + 1.0)
-    (model(x) * model.extra).sum().backward()
+    (model(x_of(rank)) * model.extra).sum().backward()
     assert rank.all_equal(model.weight.grad)
 
 

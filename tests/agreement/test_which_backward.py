@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.distributed.reduction.autograd.engine import current_pass
 from lockstep.errors import PeerError
-from programs.ranks import on_ranks
-from small_modules import one_weight, x_of
+from programs.ranks import on_ranks, replicated, scalars_of
+from small_modules import x_of
 from threaded import run_ranks
 
 
@@ -305,15 +305,10 @@ def test_a_batch_without_weight_is_left_out(rank):
 @on_ranks(2)
 def test_modules_that_one_rank_does_not_use_are_not_compared(rank):
     """One rank's loss reaches the second module of the group, and the other rank's does not."""
-    first, second = Wrapped(rank, False), Wrapped(rank, False)
-    seen = []
+    first, second = replicated(rank), replicated(rank)
     for _ in range(3):
-        for net in (first, second):
-            net.optimizer.zero_grad()
         x = torch.ones(1, 1)
-        (first.call(x) + (second.call(x) if rank.rank else 0)).sum().backward()
-        seen.append([first.weight.grad.item(), second.weight.grad.item()])
-    assert seen == [[1.0, 0.5]] * 3
+        assert scalars_of(first, second, loss=(first(x) + (second(x) if rank.rank else 0)).sum()) == [1.0, 0.5]
 
 
 def holds_its_pass(rank):
@@ -333,7 +328,7 @@ def test_a_pass_that_is_over_keeps_no_group():
 @on_ranks(2)
 def test_a_backward_without_any_gradient_is_forgotten(rank):
     """A backward of rank 1 alone reaches no trained parameter, and does not synchronise; both go past forward then."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     if rank.rank:
         with model.no_sync():
             model.requires_grad_(False)
@@ -345,15 +340,12 @@ def test_a_backward_without_any_gradient_is_forgotten(rank):
 
 @on_ranks(2)
 def test_a_backward_for_inputs_alone_is_nobody_elses_concern(rank):
-    model, seen = lockstep.replicate(one_weight(), process_group=rank.group), []
+    model = replicated(rank)
     for _ in range(2):
         x = x_of(rank).requires_grad_()
         if rank.rank == 0:
             model(x).sum().backward(inputs=[x])
-        model(x).sum().backward()
-        seen.append(model.weight.grad.item())
-        model.zero_grad()
-    assert seen == [1.5, 1.5]
+        assert scalars_of(model, loss=model(x).sum()) == [1.5]
 
 
 def test_a_pass_goes_on_as_itself_after_one_inside_of_it():

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
@@ -388,11 +387,6 @@ def test_a_layer_that_all_ranks_have_when_they_agree_anew(rank):
 def loaded(model):
     """Other objects with the same values: ranks agree anew."""
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-
-
-@pytest.fixture
-def store():
-    return dist.HashStore()
 
 
 @on_accelerators()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +15,25 @@ from lockstep.distributed.comm.group_state import state_of
 from lockstep.errors import PeerError
 from lockstep.phases import Phases
 from processes import run_processes
+from small_modules import fails_in_backward
 
 pytestmark = pytest.mark.usefixtures("sim")
+
+
+@contextlib.contextmanager
+def sums():
+    """The devices of the sums until the end, and whether each is a report."""
+    seen, plain = set(), Collectives.all_reduce
+
+    def all_reduce(self, tensor, what, *args, **options):
+        seen.add((tensor.device.type, what.startswith("report")))
+        return plain(self, tensor, what, *args, **options)
+
+    Collectives.all_reduce = all_reduce
+    try:
+        yield seen
+    finally:
+        Collectives.all_reduce = plain
 
 
 def only_for_accelerators(rank):
@@ -25,44 +44,23 @@ def only_for_accelerators(rank):
     lockstep.distributed.comm.collectives.control_device = lambda each: (
         rank.device if each is group else plain_device(each)
     )
-    seen = set()
     model = lockstep.replicate(
         rank.make(lambda: nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))), process_group=group
     )
-    collectives = model_collectives(model)
-    plain = type(collectives).all_reduce
-
-    def all_reduce(self, tensor, what, *args, **options):
-        if what.startswith("report"):
-            seen.add(tensor.device.type)
-        return plain(self, tensor, what, *args, **options)
-
-    type(collectives).all_reduce = all_reduce
     errors = []
-    try:
+    with sums() as seen:
         for step in range(6):
             model.zero_grad()
             loss = model(torch.full((2, 2), rank.rank + 1.0) + torch.arange(2.0)[:, None]).sum()
-            if step == 4 and rank.rank == 1:
-                loss.register_hook(fail)
             try:
-                loss.backward()
+                fails_in_backward(loss, step == 4 and rank.rank == 1).backward()
             except (ArithmeticError, PeerError) as error:
                 errors.append((step, type(error)))
             else:
                 assert all(rank.all_equal(parameter.grad) for parameter in model.parameters())
                 assert all(rank.all_equal(buffer) for buffer in model.buffers())
-    finally:
-        type(collectives).all_reduce = plain
-    return errors, seen, type(state_of(group).companion).__name__
-
-
-def model_collectives(model):
-    return lockstep.distributed.replication.replication.find_replication(model).reducer.collectives
-
-
-def fail(_):
-    raise ArithmeticError("a bad batch")
+    reports = {device for device, is_report in seen if is_report}
+    return errors, reports, type(state_of(group).companion).__name__
 
 
 def test_a_group_for_accelerators_alone_has_a_companion_for_the_cpu(sim):
@@ -101,21 +99,11 @@ def one_rank_only_for_accelerators(rank):
     module, plain_backends = lockstep.distributed.comm.collectives, lockstep.distributed.comm.collectives.backends_of
     module.backends_of = lambda each: "nccl" if each is group else plain_backends(each)
     module.control_device = lambda each: rank.device  # as for a group of NCCL alone
-    seen = set()
-    plain = Collectives.all_reduce
-
-    def all_reduce(self, tensor, what, *args, **options):
-        seen.add((tensor.device.type, what.startswith("report")))
-        return plain(self, tensor, what, *args, **options)
-
-    Collectives.all_reduce = all_reduce
-    try:
+    with sums() as seen:
         model = lockstep.replicate(rank.make(lambda: nn.Linear(2, 1)), process_group=group)
         for _ in range(3):
             model(torch.ones(2, 2)).sum().backward()
         lockstep.check_in_sync(model)
-    finally:
-        Collectives.all_reduce = plain
     return seen
 
 

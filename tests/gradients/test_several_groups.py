@@ -16,13 +16,6 @@ from programs.ranks import clear, on_ranks
 from small_modules import fails_in_backward
 from threaded import new_gloo_group
 
-
-@pytest.fixture
-def store():
-    """Where ranks that are threads meet."""
-    return dist.HashStore()
-
-
 BOTH = [0, 1], [0, 1]
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -180,12 +179,6 @@ def test_several_modules_cost_one_tiny_collective(rank, modules, collectives):
             sum(module(x_of(rank)).sum() for module in modules).backward()
     assert len(seen) == collectives
     assert len(modules) > 1 or seen[0].name == "all_reduce"
-
-
-@pytest.fixture
-def store():
-    """Where ranks that are threads meet for another group."""
-    return dist.PrefixStore("other", dist.HashStore())
 
 
 @on_ranks(2)

@@ -15,24 +15,20 @@ from small_modules import one_weight
 from threaded import run_ranks
 
 
-def on_ranks(world, *parameters, group_timeout=10.0, **options):
+def on_ranks(world, *parameters, **options):
     """The test is called on each of so many ranks, with the rank before its own arguments.
 
     `options` are those of `run_ranks`. `parameters` names some of them that the test is parametrized with instead.
     Others wait for a rank whose assertion fails, so that the timeout is short.
     """
+    options = {"world": world, "group_timeout": 10.0, **options}
 
     def decorate(function):
         _, *arguments = inspect.signature(function).parameters.values()
 
         @functools.wraps(function)
         def test(**given):
-            chosen = {
-                "world": world,
-                "group_timeout": group_timeout,
-                **options,
-                **{name: given.pop(name) for name in parameters},
-            }
+            chosen = options | {name: given.pop(name) for name in parameters}
             run_ranks(chosen.pop("world"), lambda rank: function(rank, **given), **chosen)
 
         for_ranks = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
