@@ -82,7 +82,7 @@ def scalars_of(*modules, loss):
 
 
 def same_gradients(rank, module, reference, rtol=1e-11, atol=1e-13):
-    """Gradients are those of the reference, laid out and typed alike, and the same bits on every rank."""
+    """Gradients are those of the reference, of the same dtypes, and the same bits on every rank."""
     for (name, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         if p.grad is not None:

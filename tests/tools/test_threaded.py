@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import queue
 import threading
 import time
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed import ProcessGroupShm
+from programs.ranks import on_ranks
 from threaded import Collective, Rank, count_collectives, run_ranks
 
 
@@ -52,6 +55,21 @@ def test_backward_runs_on_each_rank():
         return x.grad.item()
 
     assert run_ranks(2, gradient) == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_test_of_ranks_runs_on_each_and_fails_where_one_does(failing):
+    seen: queue.SimpleQueue = queue.SimpleQueue()
+
+    @on_ranks(2, "hosts")
+    def each(rank, failing):
+        seen.put(isinstance(rank.group, ProcessGroupShm))
+        assert rank.rank != failing
+
+    assert [*inspect.signature(each).parameters] == ["hosts", "failing"]  # what pytest gives it
+    with contextlib.nullcontext() if failing is None else pytest.raises(AssertionError):
+        each(hosts="aa", failing=failing)
+    assert (seen.get(), seen.get(), seen.empty()) == (True, True, True)
 
 
 # ------------------------------------------------------------------------------------ accelerators
