@@ -383,7 +383,7 @@ def test_simulated_accelerators(rank, sim):
 
 @on_ranks(1)  # the profiler is one for all threads
 def test_statistics_and_labels(rank):
-    module = replicated(rank, network, bucket_cap_mb=1e-4)
+    module = replicated(rank, network, bucket_cap_mb=2e-4)
     for step in range(2):
         mean_square(module, step, rank.rank).backward()
     before = lockstep.loop.statistics(module)
