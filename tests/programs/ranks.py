@@ -19,9 +19,8 @@ def on_ranks(world, *parameters, **options):
     """The test is called on each of so many ranks, with the rank before its own arguments.
 
     `options` are those of `run_ranks`. `parameters` names some of them that the test is parametrized with instead.
-    Others wait for a rank whose assertion fails, so that the timeout is short.
     """
-    options = {"world": world, "group_timeout": 10.0, **options}
+    options = {"world": world, **options}
 
     def decorate(function):
         _, *arguments = inspect.signature(function).parameters.values()
