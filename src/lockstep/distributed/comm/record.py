@@ -49,7 +49,7 @@ def total_of(sums: Sequence[float]) -> int:
         >>> total_of([0.0, 2.0, 1.0])  # 2 + 3
         5
     """
-    return sum(map(mul, map(int, sums), _PLACE_VALUES[-len(sums) :]))
+    return sum(map(mul, map(int, sums), _PLACE_VALUES[-len(sums) :])) if any(sums) else 0  # most are
 
 
 def counts_exactly(dtype: torch.dtype, ranks: int) -> bool:
