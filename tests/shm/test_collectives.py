@@ -643,6 +643,13 @@ def test_wrong_tensors_are_refused_before_anything_begins():
             (lambda: all_gather_single(torch.zeros(7), x, group=group), "expected 8 elements, got 7"),
             (lambda: reduce_scatter_single(x, torch.zeros(7), group=group), "expected 8 elements, got 7"),
             (lambda: reduce_scatter_single(x, torch.zeros(8).double(), group=group), "one dtype"),
+            # PyTorch's Gloo exchanges parts of elements.
+            (
+                lambda: dist.all_to_all_single(x[:3].clone(), x[:3], group=group),
+                "a multiple of 2 elements.*, got 3",
+            ),
+            (lambda: dist.all_to_all_single(x[0].clone(), x[0], group=group), "a multiple of 2 elements.*, got 1"),
+            (lambda: dist.all_to_all_single(x[:2].clone(), x, group=group), "expected 4 elements, got 2"),
             (lambda: group.allreduce([]).wait(), "at least one tensor"),
             (lambda: group.allreduce_coalesced([x, x.double()]).wait(), "one dtype"),
             (lambda: all_gather_single(torch.zeros(8).double(), x, group=group), "one dtype"),

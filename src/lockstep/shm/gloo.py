@@ -23,7 +23,7 @@ from lockstep._base.forked_groups import keep_in_forks
 from lockstep._base.network import INTERFACE_VARIABLE
 from lockstep._base.store import FetchedAddresses
 from lockstep._base.texts import first_line
-from lockstep.errors import CommunicationError
+from lockstep.errors import CommunicationError, LayoutError
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
 from lockstep.shm.constants import GRACE_SECONDS, LIVENESS_SECONDS
 from lockstep.shm.inter_host import wait_alive
@@ -214,6 +214,7 @@ class CollectivesOfGloo:
     """The collectives that run on Gloo. Each is a method of its own: PyTorch's C++ code looks them up by name."""
 
     rank: Callable[[], int]
+    size: Callable[[], int]
     _global_ranks: list[int]
     """The group's ranks as ranks of the default group, for use in messages."""
 
@@ -312,10 +313,20 @@ class CollectivesOfGloo:
         self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> Any:
         """Give every rank a part of each rank's tensor, concatenated in one tensor."""
+        is_equal = not (output_sizes or input_sizes)
+        if is_equal:  # Gloo, which gets bytes, would cut an element in two
+            if x.numel() % self.size():
+                raise LayoutError(
+                    f"all_to_all_single: expected a multiple of {self.size()} elements, a part for each rank, got "
+                    f"{x.numel()}; give split sizes for parts that are not equal"
+                )
+            check_numel([output], x.numel(), "all_to_all_single")
 
         def begin(group: Any, received: list[Tensor]) -> Any:
-            sent = flatten([x]).view(torch.uint8)
-            return group.alltoall_base(_rows(received[0], output), _rows(sent, x), output_sizes, input_sizes, opts)
+            into, sent = received[0], flatten([x]).view(torch.uint8)
+            if not is_equal:
+                into, sent = _rows(into, output), _rows(sent, x)
+            return group.alltoall_base(into, sent, output_sizes, input_sizes, opts)
 
         return self._begin_on_gloo(CollectiveKind.ALL_TO_ALL, [x], [output], opts, begin)
 
