@@ -363,7 +363,8 @@ def test_communication_hooks_are_refused(rank):
 @on_ranks(2)
 def test_ranks_with_different_options(rank, kinds, init_sync):
     with pytest.raises(AgreementError, match="option reduce_dtype") as raised:
-        on_demand(rank, kinds[rank.rank], init_sync=init_sync)(batch(rank)).backward()
+        model = on_demand(rank, kinds[rank.rank], init_sync=init_sync)
+        model(batch(rank)).backward()
     assert str(kinds[0]) in str(raised.value)
     assert str(kinds[1]) in str(raised.value)
 
