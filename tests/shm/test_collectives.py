@@ -649,7 +649,15 @@ def test_wrong_tensors_are_refused_before_anything_begins():
                 "a multiple of 2 elements.*, got 3",
             ),
             (lambda: dist.all_to_all_single(x[0].clone(), x[0], group=group), "a multiple of 2 elements.*, got 1"),
-            (lambda: dist.all_to_all_single(x[:2].clone(), x, group=group), "expected 4 elements, got 2"),
+            (
+                lambda: dist.all_to_all_single(x.clone(), x, [2, 2], [3, 3], group=group),
+                r"of the input.*dimension 0, 4, got \[3, 3\]",
+            ),
+            (
+                lambda: dist.all_to_all_single(x.clone(), x, [5, -1], [2, 2], group=group),
+                r"of the output.*dimension 0, 4, got \[5, -1\]",
+            ),
+            (lambda: dist.all_to_all([x.clone()] * 3, [x] * 2, group=group), "expected 2 tensors.*got 3"),
             (lambda: group.allreduce([]).wait(), "at least one tensor"),
             (lambda: group.allreduce_coalesced([x, x.double()]).wait(), "one dtype"),
             (lambda: all_gather_single(torch.zeros(8).double(), x, group=group), "one dtype"),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.errors import CommunicationError
+from lockstep.errors import AgreementError, CommunicationError
 from lockstep.shm import runtime
 from lockstep.shm.constants import LIVENESS_SECONDS
 from processes import run_processes
@@ -411,6 +411,49 @@ def test_gather_scatter_and_all_to_all(hosts):
             work.wait()
 
     run_ranks(3, call, hosts=hosts)
+
+
+ONES, WITH_TWO = [[1, 1, 1]] * 3, [[1, 1, 1], [1, 2, 1], [1, 1, 1]]
+EXPECTED_TWO = [[1, 1, 1], [2, 2, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+@pytest.mark.parametrize(
+    ("sent", "expected", "pairs"),
+    [
+        # In equal parts: rank 1 has six elements, the others have three.
+        ([1, 2, 1], [1, 2, 1], r"rank 0 sends 1 to rank 1, which expects 2; rank 1 sends 2 to rank 0"),
+        # Rank 0 sends too little, or too much: Gloo leaves what was in memory, or ends the process that receives.
+        (WITH_TWO, EXPECTED_TWO, r"rank 0 sends 1 to rank 1, which expects 2\."),
+        ([[1, 9, 1], *WITH_TWO[1:]], EXPECTED_TWO, r"rank 0 sends 9 to rank 1, which expects 2\."),
+        # The sum over all ranks fits.
+        ([[1, 2, 0], *ONES[1:]], ONES, r"rank 0 sends 2 to rank 1, which expects 1; rank 0 sends 0 to rank 2"),
+        ([[2, 3, 2]] * 3, [[3, 2, 3]] * 3, r"rank 0 sends 2 to rank 0, which expects 3; .*; and 1 more\."),
+    ],
+)
+def test_all_to_all_of_sizes_that_do_not_fit(hosts, sent, expected, pairs):
+    def call(rank):
+        given, taken = (sizes[rank.rank] for sizes in (sent, expected))
+        in_parts = isinstance(given, list)
+        x, output = (
+            torch.ones(sum(given) if in_parts else 3 * given),
+            torch.empty(sum(taken) if in_parts else 3 * taken),
+        )
+        output.fill_(7.0)
+        texts = []
+        with pytest.raises(AgreementError, match=pairs) as raised:
+            dist.all_to_all_single(output, x, *((taken, given) if in_parts else ()), group=rank.group)
+        texts.append(str(raised.value))
+        if in_parts:
+            with pytest.raises(AgreementError, match=pairs) as raised:
+                dist.all_to_all(list(output.split(taken)), list(x.split(given)), group=rank.group)
+            texts.append(str(raised.value))
+        assert output.eq(7).all()
+        assert sums(rank.group, 1.0) == 3
+        return set(texts)
+
+    (text,) = set().union(*run_ranks(3, call, hosts=hosts))
+    assert "no data has been moved" in text
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "abb"])

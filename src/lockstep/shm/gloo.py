@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,12 @@ from lockstep._base.forked_groups import keep_in_forks
 from lockstep._base.network import INTERFACE_VARIABLE
 from lockstep._base.store import FetchedAddresses
 from lockstep._base.texts import first_line
-from lockstep.errors import CommunicationError, LayoutError
+from lockstep.errors import AgreementError, CommunicationError, LayoutError
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
 from lockstep.shm.constants import GRACE_SECONDS, LIVENESS_SECONDS
 from lockstep.shm.inter_host import wait_alive
 from lockstep.shm.many_hosts import Algorithm
-from lockstep.shm.messages import CollectiveKind, Descriptor
+from lockstep.shm.messages import CollectiveKind, Descriptor, Op
 from lockstep.shm.works import ShmWork
 
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
@@ -237,18 +238,16 @@ class CollectivesOfGloo:
         outputs: list[Tensor],
         opts: Any,
         begin: Callable[[Any, list[Tensor]], Any],
-        after: Callable[[list[Tensor]], None] = lambda _: None,
     ) -> ShmWork:
-        """Call ``begin`` with a Gloo group once all ranks say that they run the same; when it is over, call ``after``.
+        """Call ``begin`` with a Gloo group once all ranks say that they run the same.
 
-        Both get the bytes of each output, in one dimension: Gloo does not know every dtype.
+        It gets the bytes of each output, in one dimension: Gloo does not know every dtype.
         """
         what = kind.name.lower()
         check_tensors([*given, *outputs], what)
         check_writable(outputs, what)
-        numel = given[0].numel() if kind is not CollectiveKind.ALL_TO_ALL else 0
-        root = self._global_ranks[opts.rootRank] if kind is not CollectiveKind.ALL_TO_ALL else 0
-        descriptor = Descriptor(kind, given[0].dtype, numel, root=root)
+        root = self._global_ranks[opts.rootRank]
+        descriptor = Descriptor(kind, given[0].dtype, given[0].numel(), root=root)
 
         def run(algorithm: Algorithm) -> None:
             algorithm.agree(descriptor)
@@ -256,7 +255,6 @@ class CollectivesOfGloo:
             flat = [flatten([each]) for each in outputs]
             received = [each.view(torch.uint8) for each in flat]
             wait_for(begin(group, received), group, algorithm)
-            after(received)
             for each, output in zip(flat, outputs, strict=True):
                 unflatten(each, [output])
 
@@ -292,18 +290,11 @@ class CollectivesOfGloo:
     @with_overloads(dist.AllToAllOptions, ["output_tensors", "input_tensors"])
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Give every rank one tensor of each rank."""
-        check_tensors([*inputs, *outputs], "all_to_all")
-        sent, taken = [each.nbytes for each in inputs], [each.nbytes for each in outputs]
-        together = torch.empty(sum(taken), dtype=torch.uint8, device="cpu")
-
-        def begin(group: Any, _: list[Tensor]) -> Any:  # up to 2.11 Gloo has all-to-all for single tensors only
-            return group.alltoall_base(together, flatten(inputs).view(torch.uint8), taken, sent, opts)
-
-        def after(received: list[Tensor]) -> None:
-            for each, part in zip(received, together.split(taken), strict=True):
-                each.copy_(part)
-
-        return self._begin_on_gloo(CollectiveKind.ALL_TO_ALL, inputs, outputs, opts, begin, after)
+        for tensors in inputs, outputs:
+            if len(tensors) != self.size():
+                raise LayoutError(f"all_to_all: expected {self.size()} tensors, one for each rank, got {len(tensors)}")
+        sent, taken = ([each.numel() for each in tensors] for tensors in (inputs, outputs))
+        return self._begin_all_to_all(inputs, outputs, sent, taken, opts)
 
     @outside_compiler
     @with_overloads(
@@ -313,22 +304,74 @@ class CollectivesOfGloo:
         self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> Any:
         """Give every rank a part of each rank's tensor, concatenated in one tensor."""
-        is_equal = not (output_sizes or input_sizes)
-        if is_equal:  # Gloo, which gets bytes, would cut an element in two
-            if x.numel() % self.size():
+        sent, taken = self._parts(x, input_sizes, "input"), self._parts(output, output_sizes, "output")
+        return self._begin_all_to_all([x], [output], sent, taken, opts)
+
+    def _parts(self, x: Tensor, sizes: list[int], what: str) -> list[int]:
+        """Return how many elements of a tensor go to each rank, or come from it; raise if they do not make it up."""
+        size, rows = self.size(), x.shape[0] if x.dim() else 1
+        if not sizes:
+            if x.numel() % size:  # Gloo, which gets bytes, would cut an element in two
                 raise LayoutError(
-                    f"all_to_all_single: expected a multiple of {self.size()} elements, a part for each rank, got "
-                    f"{x.numel()}; give split sizes for parts that are not equal"
+                    f"all_to_all_single: expected a multiple of {size} elements, a part for each rank, got "
+                    f"{x.numel()} in the {what}; give split sizes for parts that are not equal"
                 )
-            check_numel([output], x.numel(), "all_to_all_single")
+            return [x.numel() // size] * size
+        if len(sizes) != size or sum(sizes) != rows or min(sizes) < 0:
+            raise LayoutError(
+                f"all_to_all_single: expected {size} split sizes of the {what}, one for each rank, that make up its "
+                f"size in dimension 0, {rows}, got {sizes}"
+            )
+        return [each * (x.numel() // max(1, rows)) for each in sizes]
 
-        def begin(group: Any, received: list[Tensor]) -> Any:
-            into, sent = received[0], flatten([x]).view(torch.uint8)
-            if not is_equal:
-                into, sent = _rows(into, output), _rows(sent, x)
-            return group.alltoall_base(into, sent, output_sizes, input_sizes, opts)
+    def _begin_all_to_all(
+        self, inputs: list[Tensor], outputs: list[Tensor], sent: list[int], taken: list[int], opts: Any
+    ) -> ShmWork:
+        check_tensors([*inputs, *outputs], "all_to_all")
+        check_writable(outputs, "all_to_all")
+        descriptor, each = Descriptor(CollectiveKind.ALL_TO_ALL, inputs[0].dtype), inputs[0].element_size()
 
-        return self._begin_on_gloo(CollectiveKind.ALL_TO_ALL, [x], [output], opts, begin)
+        def run(algorithm: Algorithm) -> None:
+            algorithm.agree(descriptor)
+            group = self._gloo_group()
+            self._check_parts(sent, taken, group, algorithm)
+            received = flatten(outputs)
+            # Up to PyTorch 2.11 Gloo has all-to-all for single tensors only.
+            in_bytes = [[n * each for n in sizes] for sizes in (taken, sent)]
+            work = group.alltoall_base(received.view(torch.uint8), flatten(inputs).view(torch.uint8), *in_bytes, opts)
+            wait_for(work, group, algorithm)
+            unflatten(received, outputs)
+
+        return self._begin("all_to_all", run, outputs, opts)
+
+    def _check_parts(self, sent: list[int], taken: list[int], group: Any, algorithm: Algorithm) -> None:
+        """Raise on all ranks unless each expects what the others send to it.
+
+        Gloo ends a process that gets more than it expects, and does not tell one that gets less.
+        """
+        own = self.rank()
+        # Summed over all ranks, what goes from one to another is added by the one and taken away by the other.
+        balance = sum(crc32(b"%d %d %d" % (own, to, n)) for to, n in enumerate(sent))
+        balance -= sum(crc32(b"%d %d %d" % (of, own, n)) for of, n in enumerate(taken))
+        total = torch.tensor([balance], device="cpu")
+        algorithm.all_reduce(total, Op.SUM)
+        if not total.item():
+            return
+        parts = torch.tensor([sent, taken], device="cpu")
+        of_all = [torch.empty_like(parts) for _ in sent]
+        wait_for(group.allgather([of_all], [parts]), group, algorithm)
+        sends, expects = torch.stack(of_all).unbind(1)
+        wrong = [
+            f"rank {self._global_ranks[i]} sends {sends[i, j]} to rank {self._global_ranks[j]}, which expects "
+            f"{expects[j, i]}"
+            for i, j in (sends != expects.T).nonzero().tolist()
+        ]
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise AgreementError(
+            "all_to_all: other numbers of elements are sent than expected, and no data has been moved: "
+            f"{'; '.join(wrong[:4])}{more}. The split sizes of a rank's input have to be those that the other ranks "
+            "give for their outputs; the group can be used further"
+        )
 
     alltoall_base = all_to_all_single
 
@@ -359,9 +402,3 @@ def _nested(flat: list[Tensor], like: list[list[Tensor]]) -> list[list[Tensor]]:
     """Group tensors in lists that are as long as the lists of ``like``."""
     following = iter(flat)
     return [[next(following) for _ in given] for given in like]
-
-
-def _rows(flat: Tensor, like: Tensor) -> Tensor:
-    """View the bytes of a tensor as a matrix with as many rows as ``like`` has."""
-    rows = like.shape[0] if like.dim() else 1
-    return flat.view(rows, flat.numel() // max(1, rows))
