@@ -34,9 +34,18 @@ def test_all_values_are_looked_at_within_256_rounds(sizes):
 
 
 def test_a_slice_has_at_most_64_kib_and_slices_cover_everything():
-    here = table(5, 40_000, 16_384)
-    assert [(each.parameter, each.start) for each in here.slices] == [(0, 0), (1, 0), (1, 16384), (1, 32768), (2, 0)]
+    here = table(5, 40_000, 16_384, *[1] * 33)
+    slices = [(each.parameter, each.start) for each in here.slices]
+    assert slices[:5] == [(0, 0), (1, 0), (1, 16384), (1, 32768), (2, 0)]
+    assert slices[5:] == [(number, 0) for number in range(3, 36)]
     assert table().due(0) == range(0)
+
+
+def test_a_look_at_few_parameters_has_one_slice_as_small_as_all_looks_allow():
+    for sizes, size in (([4096] * 4 + [64] * 4, 1024), ([40_000], 1143), ([1 << 16] * 8, 1 << 14)):
+        here = table(*sizes)
+        assert here.slices[0].stop == size
+        assert max(len(here.due(number)) for number in range(ROUNDS)) == 1
 
 
 def test_no_memory_is_read_that_a_program_has_freed():

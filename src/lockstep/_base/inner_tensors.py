@@ -59,7 +59,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Return True for a plain tensor of PyTorch's own classes, which is no more than its memory."""
-    return type(tensor) in _OWN_CLASSES and is_plain(tensor) and not tensor.is_quantized
+    is_own = type(tensor) in _OWN_CLASSES
+    return is_own and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:

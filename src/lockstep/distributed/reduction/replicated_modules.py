@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ M = TypeVar("M")
 
 _RANKS_AT_ONCE = 31
 """The number of ranks that share a number of 64 bits, each with two bits for what it sends for itself."""
+_KEPT = 64
+"""The number of rows, and of answers, that are kept to be told or read again."""
 _lock = threading.Lock()
 _orders = 0  # the highest order of a group in this process
 
@@ -67,6 +69,8 @@ class ReplicatedModules(Generic[M]):
         """The group's number among those of this process, the same on all of its ranks."""
         self._collectives = collectives
         self._links: dict[int, weakref.ref[M]] = {}
+        self._rows: dict[tuple[Any, ...], Tensor] = {}  # what this rank has told, while it has the same modules
+        self._answers: dict[tuple[int, ...], tuple[list[int], Mapping[str, int], bool]] = {}  # what has come back
 
     def __iter__(self) -> Iterator[M]:
         """Iterate over the modules in the order of their creation."""
@@ -100,23 +104,35 @@ class ReplicatedModules(Generic[M]):
         self.unregister(module)
         self._links = dict(sorted({**self._links, module_id: weakref.ref(module)}.items()))
         self.next_id = module_id + 1
+        self._rows.clear()
         self.exclusive = not others
 
     def unregister(self, module: M) -> None:
         """Forget a module that is no longer reduced."""
         self._links = {number: link for number, link in self._links.items() if link() not in (None, module)}
+        self._rows.clear()
 
     def tell(self, modules: Sequence[M], part: Part = Part.FULL, mark: int = 0, *, blocking: bool = False) -> Question:
         """Tell the other ranks with which modules, and how, this one takes part, without waiting; ``mark``: what it
         sends for itself; ``blocking``: the caller waits for it next."""
+        key = *map(id, modules), part, mark
+        row = self._rows.get(key)
+        if row is None:
+            if len(self._rows) == _KEPT:
+                self._rows.clear()
+            row = self._rows[key] = self._row(modules, part, mark)
+        row = row.clone()
+        return Question(row, self._collectives.all_reduce(row, "which modules take part", blocking=blocking))
+
+    def _row(self, modules: Sequence[M], part: Part, mark: int) -> Tensor:
         rank, marks = self._collectives.rank, [0] * self._head
         marks[rank // _RANKS_AT_ONCE] = mark << 2 * (rank % _RANKS_AT_ONCE)
         failure = FAILURE.encode(part is Part.FAILED, rank)
         own = [0] * self.next_id
         for number, module in self.numbered().items():
             own[number] = module in modules
-        row = torch.tensor([*marks, *failure, part is Part.SKIPS, *own], dtype=torch.int64).to(self._collectives.device)
-        return Question(row, self._collectives.all_reduce(row, "which modules take part", blocking=blocking))
+        numbers = [*marks, *failure, part is Part.SKIPS, *own]
+        return torch.tensor(numbers, dtype=torch.int64).to(self._collectives.device)
 
     @property
     def _head(self) -> int:
@@ -127,8 +143,17 @@ class ReplicatedModules(Generic[M]):
         question = self.tell(modules, mark=mark, blocking=True)
         question.pending.wait()
         sums, head = question.row.tolist(), self._head
-        behind = head + FAILURE.size
-        failed, _ = FAILURE.decode(sums[head:behind])
-        skipped, *counts = sums[behind:]
-        taking_part = [module for number, module in self.numbered().items() if number < len(counts) and counts[number]]
-        return Answer(sums[:head], taking_part, failed, skipped > 0)
+        numbers, failed, skipped = self._read(tuple(sums[head:]))
+        there = self.numbered()
+        return Answer(sums[:head], [there[each] for each in numbers if each in there], failed, skipped)
+
+    def _read(self, sums: tuple[int, ...]) -> tuple[list[int], Mapping[str, int], bool]:
+        """Return the numbers of the modules that take part, who has failed, and whether a rank skips the batch."""
+        found = self._answers.get(sums)
+        if found is None:
+            failed, _ = FAILURE.decode(sums[: FAILURE.size])
+            skips, *counts = sums[FAILURE.size :]
+            if len(self._answers) == _KEPT:
+                self._answers.clear()
+            found = self._answers[sums] = [each for each, count in enumerate(counts) if count], failed, skips > 0
+        return found

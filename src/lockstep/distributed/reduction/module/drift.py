@@ -258,7 +258,8 @@ class DriftWatch:
             self._looks = {key: each for key, each in self._looks.items() if key >= min(round_, number - 1)}
         values = 0 if look is None else look.digest()
         self._is_under_way = values is None
-        self._told = Told(digest, values or 0)
+        if self._told != (digest, values or 0):
+            self._told = Told(digest, values or 0)
         return self._told
 
     def heard(self, some_told: bool) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -70,30 +70,18 @@ class Group(NamedTuple):
     """A parameter group as it was when its numbers were read last."""
 
     group: dict[str, Any]
+    values: tuple[Any, ...]
+    """Its values by order, among them the list of its parameters."""
     size: int
-    parameters: int
     """The number of its parameters."""
     first: Any
     """The first of them: a sharded optimizer has others for a while."""
-    read: Callable[[dict[str, Any]], Any]
-    """Returns all values but the parameters."""
-    values: Any
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> "Group":
         """Return a group as it is now."""
-        names = [name for name in group if name != "params"]
-        read = itemgetter(*names, names[0]) if names else lambda _: ()
         parameters = group["params"]
-        return cls(group, len(group), len(parameters), parameters[0] if parameters else None, read, read(group))
-
-    def is_as_before(self, group: dict[str, Any]) -> bool:
-        """Return True if it has the same parameters, and no value has been assigned since."""
-        if group is not self.group or len(group) != self.size or len(group["params"]) != self.parameters:
-            return False
-        return (not self.parameters or group["params"][0] is self.first) and all(
-            map(is_, self.read(group), self.values)
-        )
+        return cls(group, tuple(group.values()), len(parameters), parameters[0] if parameters else None)
 
 
 class Known(NamedTuple):
@@ -108,8 +96,16 @@ class Known(NamedTuple):
     """True if no number is a tensor, which may be written in place."""
 
     def is_as_before(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Return True if no number has changed since."""
-        return self.is_fixed and len(groups) == len(self.groups) and all(map(Group.is_as_before, self.groups, groups))
+        """Return True if the groups have the same parameters, and no value has been assigned since."""
+        if not self.is_fixed or len(groups) != len(self.groups):
+            return False
+        for group, (earlier, values, size, first) in zip(groups, self.groups, strict=True):
+            parameters = group["params"]
+            if group is not earlier or len(group) != len(values) or not all(map(is_, group.values(), values)):
+                return False
+            if len(parameters) != size or (size and parameters[0] is not first):
+                return False
+        return True
 
 
 def difference_in_numbers(told_by: Mapping[int, Mapping[str, str]]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from ctypes import string_at
+from ctypes import c_char, string_at
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -18,8 +18,10 @@ APART = 7
 """The number of rounds from one look to the next: a look takes time of its own, however little it looks at."""
 ROUNDS = 256
 """The number of rounds in which all values are looked at once."""
-_LEAST, _MOST = 1 << 14, 1 << 22
-"""Number of elements of a slice. It grows with the module, as each slice takes some launches on an accelerator."""
+_LOOKS = ROUNDS // APART
+_FINEST, _LEAST, _MOST = 1 << 10, 1 << 14, 1 << 22
+"""Number of elements of a slice. It grows with the module, as each slice takes some launches on an accelerator, and is
+less than usual where there are so few parameters that some looks had none: a look takes as long as its values."""
 _SAMPLED = 16
 """Number of bytes of a sample, or of elements where it is a tensor."""
 
@@ -48,14 +50,18 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _is_there(tensor: Tensor) -> bool:
     """Return False if a program has freed the memory of a tensor for a while."""
-    if not is_ordinary(tensor):
-        return True
-    return int(tensor.untyped_storage().nbytes()) >= int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
+    return not is_ordinary(tensor) or _has_memory(tensor)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    end = int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
+    return int(tensor.untyped_storage().nbytes()) >= end
 
 
 def _address_on_host(tensor: Tensor) -> int:
     """Return where the elements of a tensor lie one after the other in memory of the host; 0 if they do not."""
-    return int(tensor.data_ptr()) if tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous() else 0
+    is_dense = tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous() and _has_memory(tensor)
+    return int(tensor.data_ptr()) if is_dense else 0
 
 
 class Slice(NamedTuple):
@@ -76,16 +82,19 @@ class Table:
         self.tensors = [tensor for _, tensor in named]
         self.ids = frozenset(map(id, self.tensors))
         inner = [inner_tensors(tensor) for tensor in self.tensors]
-        size = max(_LEAST, min(_MOST, sum(part.numel() for parts in inner for part in parts) // ROUNDS))
+        sizes = [part.numel() for parts in inner for part in parts]
+        fine = sum(sizes) // max(1, _LOOKS - len(sizes)) + 1  # no more slices than looks, if there is room
+        size = max(_FINEST, min(_LEAST, fine), min(_MOST, sum(sizes) // ROUNDS))
         self.slices = [
             Slice(number, place, start, start + size)
             for number, parts in enumerate(inner)
             for place, part in enumerate(parts)
             for start in range(0, part.numel(), size)
         ]
-        self._at_once = -(-len(self.slices) // (ROUNDS // APART))
+        self._at_once = -(-len(self.slices) // _LOOKS)
         self._sampled = next((each for each in reversed(self.tensors) if each.requires_grad and each.numel()), None)
-        self._address = self._count = 0  # where the sample lies, and its bytes; 0 where it is read otherwise
+        self._address = 0  # where the sample lies; 0 where it is read otherwise
+        self._on_host: Any = None  # the bytes there
         devices = [part.device for parts in inner for part in parts if is_accelerator(part.device)]
         self._accelerator = devices[0] if devices else None
         self.is_on_accelerator = bool(devices)
@@ -98,13 +107,13 @@ class Table:
         # In each step: a view takes ten times as long, and one that is kept would keep memory. Where the memory is
         # another one, or has been freed for a while, so is the address.
         if self._address and sampled is not None and sampled.data_ptr() == self._address:
-            taken: bytes = string_at(self._address, self._count)
+            taken: bytes = self._on_host.raw
             return taken
         if sampled is None or self.is_captured() or not _is_there(sampled):
             return None
         self._address = _address_on_host(sampled)
         if self._address:
-            self._count = min(sampled.nbytes, _SAMPLED)
+            self._on_host = (c_char * min(sampled.nbytes, _SAMPLED)).from_address(self._address)
             return self.sample()
         return _flat(inner_tensors(sampled)[-1].detach())[:_SAMPLED].clone()
 
@@ -189,12 +198,14 @@ def _digests(tensors: Sequence[Tensor], piece: Slice, *, on_host: bool) -> list[
     """Return digests of a slice of tensors: of a parameter, and of others, which have its shape or belong to it;
     ``on_host``: all are on the CPU."""
     shape, digest, digests = tensors[0].shape, 0, list[Any]()
-    for tensor in filter(_is_there, tensors):
+    for tensor in tensors:
         is_alike = tensor.shape == shape
         start, count = piece.start, min(piece.stop, tensor.numel()) - piece.start
         if on_host and is_alike and count <= _LEAST and (address := _address_on_host(tensor)):
             # An operation on a tensor would take longer than its values.
             digest = crc32(string_at(address + start * tensor.itemsize, count * tensor.itemsize), digest)
+            continue
+        if not _is_there(tensor):
             continue
         parts = inner_tensors(tensor.detach())
         if is_alike and piece.inner < len(parts):

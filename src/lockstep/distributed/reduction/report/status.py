@@ -20,6 +20,7 @@ from ctypes import memmove, string_at
 from enum import Flag, IntEnum, auto
 from functools import cache
 from operator import attrgetter
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,7 @@ class Status(NamedTuple):
     """A digest of values after such a step; 0 if it tells none."""
 
 
+_AFTER_COUNTS = Status._fields.index("batch") + 1
 _FLAGS = slice(Status._fields.index("part"), Status._fields.index("called"))
 _USUAL = Status()[_FLAGS]
 
@@ -164,10 +166,10 @@ def _flag(name: str, is_set: Callable[[Status], Any]) -> Field:
     return Field(name, 1, Fold.SUM, lambda status: int(bool(is_set(status))))
 
 
-# In nearly every round: kept apart, so that the rest of the row is written only when something in it has changed.
-_CHANGING = Record(
-    Field("round", 64, Fold.SAME, attrgetter("round")),
-    Field("batch", 64, Fold.SAME, attrgetter("batch")),
+# The three parts are written apart: a part is made anew only where something in it has changed.
+_COUNTS = Record(Field("round", 64, Fold.SAME, attrgetter("round")), Field("batch", 64, Fold.SAME, attrgetter("batch")))
+_IN_BYTES = Struct(">QQ").pack  # the counts, as they are declared
+_DIGESTS = Record(
     Field("numbers", 64, Fold.SAME, attrgetter("numbers"), "with_numbers"),
     Field("values", 64, Fold.SAME, attrgetter("values"), "with_values"),
 )
@@ -194,7 +196,7 @@ _STEADY = Record(
     Field("steps", 8, Fold.SAME, lambda status: status.steps % UNKNOWN_STEPS, "with_steps"),
     Field("weight", _WEIGHT_BITS, Fold.SUM, lambda status: _units(status) or 0),
 )
-ROW = Record(*_CHANGING.fields, *_STEADY.fields)
+ROW = Record(*_COUNTS.fields, *_DIGESTS.fields, *_STEADY.fields)
 """What a status adds to the row."""
 
 
@@ -279,16 +281,16 @@ class ReportLayout:
         self._own, self._sum = _elements(1, dtype), _elements(world, dtype)
         self._used: dict[bytes, _Written] = {}
         self._steady: dict[tuple[Any, ...], _Written] = {}
+        self._said: tuple[Any, ...] = ()  # the last status but for its counts
+        self._behind = self._written(b"")  # what stands behind the counts then
         self._usual: tuple[bytes, RoundReport] | None = None  # the row in the usual case, and what it says
 
     def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: Status) -> None:
         """Write this rank's row of ``numel`` elements, except the buffers."""
-        is_usual = not late and status[_FLAGS] == _USUAL
-        changing = _CHANGING.number(status, self._rank).to_bytes(_CHANGING.size // 8, "big")
-        said = *status[2:-2], status.numbers > 0, status.values > 0
-        steady = self._steady.get(said)
-        if steady is None:
-            steady = _keep(self._steady, said, self._written(_STEADY.encode(status, self._rank)))
+        said = status[_AFTER_COUNTS:]
+        if said != self._said:
+            self._said, self._behind = said, self._written_behind(status)
+        counts = _IN_BYTES(*status[:_AFTER_COUNTS])
         with_grads = bytes(used)
         first = self._used.get(with_grads)
         if first is None:
@@ -300,14 +302,23 @@ class ReportLayout:
             for index in late:
                 bits[self._late + index] = 1
             own = self._own.of_bits(bits)
-        own += self._own.of_bytes(changing) + steady.own
-        alike = first.alike + self._sum.of_bytes(changing) + steady.alike
+        own += self._own.of_bytes(counts) + self._behind.own
+        is_usual = not late and status[_FLAGS] == _USUAL
+        alike = first.alike + self._sum.of_bytes(counts) + self._behind.alike
         self._usual = (alike, first.report) if is_usual else None
         if row.is_cpu:
             memmove(row.data_ptr(), own, len(own))
         else:
             numbers = torch.frombuffer(bytearray(own), dtype=self._dtype).pin_memory()
             row[: self.packed_buffers.start].copy_(numbers, non_blocking=True)
+
+    def _written_behind(self, status: Status) -> _Written:
+        said = *status[_AFTER_COUNTS:-2], status.numbers > 0, status.values > 0
+        steady = self._steady.get(said)
+        if steady is None:
+            steady = _keep(self._steady, said, self._written(_STEADY.encode(status, self._rank)))
+        digests = _DIGESTS.number(status, self._rank).to_bytes(_DIGESTS.size // 8, "big")
+        return _Written(self._own.of_bytes(digests) + steady.own, self._sum.of_bytes(digests) + steady.alike, _ALL_USED)
 
     def _written(self, bits: bytes, report: RoundReport = _ALL_USED) -> _Written:
         return _Written(self._own.of_bits(bits), self._sum.of_bits(bits), report)
