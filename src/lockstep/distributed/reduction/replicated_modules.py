@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ M = TypeVar("M")
 _RANKS_AT_ONCE = 31
 """The number of ranks that share a number of 64 bits, each with two bits for what it sends for itself."""
 _KEPT = 64
-"""The number of rows, and of answers, that are kept to be told or read again."""
+"""The number of rows that are kept to be told again, and of answers to be read again."""
 _lock = threading.Lock()
 _orders = 0  # the highest order of a group in this process
 
@@ -70,7 +71,6 @@ class ReplicatedModules(Generic[M]):
         self._collectives = collectives
         self._links: dict[int, weakref.ref[M]] = {}
         self._rows: dict[tuple[Any, ...], Tensor] = {}  # what this rank has told, while it has the same modules
-        self._answers: dict[tuple[int, ...], tuple[list[int], Mapping[str, int], bool]] = {}  # what has come back
 
     def __iter__(self) -> Iterator[M]:
         """Iterate over the modules in the order of their creation."""
@@ -143,17 +143,14 @@ class ReplicatedModules(Generic[M]):
         question = self.tell(modules, mark=mark, blocking=True)
         question.pending.wait()
         sums, head = question.row.tolist(), self._head
-        numbers, failed, skipped = self._read(tuple(sums[head:]))
+        numbers, failed, skipped = _read(tuple(sums[head:]))
         there = self.numbered()
         return Answer(sums[:head], [there[each] for each in numbers if each in there], failed, skipped)
 
-    def _read(self, sums: tuple[int, ...]) -> tuple[list[int], Mapping[str, int], bool]:
-        """Return the numbers of the modules that take part, who has failed, and whether a rank skips the batch."""
-        found = self._answers.get(sums)
-        if found is None:
-            failed, _ = FAILURE.decode(sums[: FAILURE.size])
-            skips, *counts = sums[FAILURE.size :]
-            if len(self._answers) == _KEPT:
-                self._answers.clear()
-            found = self._answers[sums] = [each for each, count in enumerate(counts) if count], failed, skips > 0
-        return found
+
+@lru_cache(_KEPT)
+def _read(sums: tuple[int, ...]) -> tuple[list[int], Mapping[str, int], bool]:
+    """Return the numbers of the modules that take part, who has failed, and whether a rank skips the batch."""
+    failed, _ = FAILURE.decode(sums[: FAILURE.size])
+    skips, *counts = sums[FAILURE.size :]
+    return [number for number, count in enumerate(counts) if count], failed, skips > 0
