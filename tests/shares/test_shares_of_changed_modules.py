@@ -3,6 +3,7 @@ error by name on every rank where one does, and a step later all is well again."
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -14,6 +15,7 @@ import lockstep
 import threaded
 from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError, PeerError
 from lockstep.shares import share_exchange as reduction
+from lockstep.shares.module import ShareModule
 from share_runs import forever
 from threaded import count_collectives, run_ranks
 
@@ -387,3 +389,27 @@ def test_only_a_step_that_differs_from_the_one_before_is_agreed_on(hosts, monkey
     for names in on(hosts, work):
         assert names[1] == names[2] == names[3] == names[4]
         assert len(names[0]) > len(names[1]) < len(names[5])
+
+
+@pytest.mark.parametrize("hosts", HOSTS[:2])
+def test_a_module_in_a_cycle_may_be_collected_while_a_step_begins(hosts, monkeypatch):
+    """Of each training a module is left that only a cycle refers to, and any allocation may start the collector."""
+    opens = ShareModule.open
+
+    def collecting_first(module, step):
+        gc.collect()
+        opens(module, step)
+
+    def work(rank):
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        left = lockstep.replicate(network(), shares=4, process_group=rank.group)
+        left.itself = [left]
+        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
+        del left
+        (batch, *_) = itertools.islice(forever(data), 1)
+        for (x,) in batch:
+            model(x.to(model[0].weight.dtype)).square().sum().backward()
+        assert rank.all_equal(model[0].weight.grad)
+
+    monkeypatch.setattr(ShareModule, "open", collecting_first)
+    on(hosts, work)

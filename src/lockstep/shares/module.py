@@ -7,6 +7,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep._base.optimizer_steps import has_any
@@ -128,9 +129,9 @@ class ShareModule:
         self.drift.stop()
 
     @property
-    def alive(self) -> bool:
-        """True if the module still exists."""
-        return self._selection.alive
+    def module_or_none(self) -> Module | None:
+        """The module; None if it no longer exists."""
+        return self._selection.module_or_none()
 
     @property
     def is_used(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep._base.deal import Dealt
@@ -66,9 +67,14 @@ class ShareWorld:
     @property
     def modules(self) -> list[ShareModule]:
         """The modules that still exist, in the order in which they were replicated."""
-        found = [(link, each) for link in self._modules if (each := link()) is not None and each.alive]
-        self._modules = [link for link, _ in found]
-        return [each for _, each in found]
+        return [each for each, _ in self._present()]
+
+    def _present(self) -> list[tuple[ShareModule, Module]]:
+        """Return :attr:`modules`, each with its module: one that is in a cycle might be collected meanwhile."""
+        every = [(link, each) for link in self._modules if (each := link()) is not None]
+        found = [(link, each, module) for link, each in every if (module := each.module_or_none) is not None]
+        self._modules = [link for link, _, _ in found]
+        return [(each, module) for _, each, module in found]
 
     def join(self, module: ShareModule, undo: ExitStack) -> None:
         """Let a module take part from now on, also in the share under way, until ``undo``."""
@@ -104,7 +110,7 @@ class ShareWorld:
         try:
             with random_streams(devices) as self._seed:
                 self.step = step
-                for each in self.modules:
+                for each, _ in self._present():
                     each.open(step)
                 self._clock.begin(devices)
                 yield paces
