@@ -52,10 +52,10 @@ def program(tmp_path):
 
 def test_a_program_gets_locksteps_wrapper_the_group_asked_for_and_its_exit_status(program):
     options = ("--ranks", "2", "--patch", "--backend", "shm")
-    command = [sys.executable, "-m", "lockstep", "run", *options, program, "--its", "own", "7"]
+    command = [sys.executable, "-m", "lockstep", "run", *options, program, "--log", "own", "7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 7, done.stderr
-    assert done.stdout.splitlines() == ["[rank 0] lockstep shm 1.5 --its own 7"]
+    assert done.stdout.splitlines() == ["[rank 0] lockstep shm 1.5 --log own 7"]  # an option like several of torchrun
     assert re.fullmatch("lockstep: rank [01] failed with exit status 7", done.stderr.splitlines()[-1])
 
 

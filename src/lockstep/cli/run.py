@@ -180,7 +180,8 @@ def _launch(options: argparse.Namespace, ranks: int) -> int:
     chosen += ["--patch"] if options.patch else []
     chosen += ["--backend", options.backend] if options.backend else []
     chosen += ["-m"] if options.module else []
-    command = ["-m", "lockstep_command", "run", *chosen, options.program, *options.arguments]
+    # Python 3.11 looks for options of the launcher among those of the program, unless "--" ends them.
+    command = ["-m", "--", "lockstep_command", "run", *chosen, options.program, *options.arguments]
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     logs = TemporaryDirectory(prefix="lockstep-")
     try:
