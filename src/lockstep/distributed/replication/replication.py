@@ -108,8 +108,8 @@ class Replication(ABC):
         contents, lines = Contents([], [], frozenset()), list[Line]()
         numbers, values, superseded = list[int](), Values.of((), ()), list[Owner]()
         with steps:
-            attach(undo)
             contents = self._selection.contents()
+            attach(undo)
             lines, numbers = self._describe(contents, collectives)
             buffers = contents.buffers if self.options.syncs_buffers_at_start else ()
             values = Values.of((parameter for _, parameter in contents.parameters), buffers)
