@@ -75,6 +75,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         print(f"lockstep {version('torch-lockstep')}, PyTorch {version('torch')}")
         parser.exit()
     options = parser.parse_args(words)
+    if options.command == "run":
+        behind = ["--", *options.arguments]
+        if words[-1 - len(behind) :] == [options.program, *behind]:
+            options.arguments = behind  # argparse takes a "--" behind the program's name for its own
     if options.command == "run" and not options.module and not Path(options.program).is_file():
         parser.exit(2, f"lockstep: {options.program}: there is no such file; expected a Python program\n")
     return options

@@ -24,6 +24,7 @@ import lockstep_command
 from lockstep.check import dropout, job, wrapping
 from lockstep.cli import run
 from lockstep.cli.main import main
+from lockstep_command import parse
 from processes import run_processes
 
 PROGRAM = """
@@ -57,6 +58,12 @@ def test_a_program_gets_locksteps_wrapper_the_group_asked_for_and_its_exit_statu
     assert done.returncode == 7, done.stderr
     assert done.stdout.splitlines() == ["[rank 0] lockstep shm 1.5 --log own 7"]  # an option like several of torchrun
     assert re.fullmatch("lockstep: rank [01] failed with exit status 7", done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--"], ["--", "a"], ["a", "--", "b"], ["--", "--", "--ranks", "3"], ["-m"]])
+@pytest.mark.parametrize("ends", [[], ["--"]])
+def test_all_arguments_behind_a_program_are_its_own(program, arguments, ends):
+    assert parse(["run", "--ranks", "2", *ends, program, *arguments]).arguments == arguments
 
 
 FAILS = """
