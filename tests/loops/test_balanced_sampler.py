@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lockstep
 from lockstep.errors import AgreementError, OptionError
 from lockstep.loop import BalancedSampler
+from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
 LENGTHS = [1 + round(random.Random(2).lognormvariate(1, 1) * each % 13) for each in range(1, 45)]
@@ -193,7 +194,7 @@ def padded(samples):
 
 
 def train(rank, options, epochs=2, folder=None, stop=None):
-    model = lockstep.replicate(rank.make(Mean), process_group=rank.group)
+    model = replicated(rank, Mean)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = BalancedSampler(LENGTHS, **options, process_group=rank.group)
     loader = DataLoader(range(len(LENGTHS)), batch_sampler=sampler, collate_fn=padded)
@@ -281,16 +282,13 @@ def test_a_loader_with_another_sampler_is_refused():
 
 
 @pytest.mark.parametrize("what", ["seed", "costs", "batch"])
-def test_samplers_that_differ_are_refused_on_every_rank(what):
-    def work(rank):
-        costs, seed = list(LENGTHS), 0
-        if rank.rank == 1:
-            costs[3] += what == "costs"
-            seed += what == "seed"
-        sampler = BalancedSampler(costs, 12, seed=seed, process_group=rank.group)
-        sampler.batch += what == "batch" and rank.rank == 1
-        return list(lockstep.batches(loader_of(sampler), group=rank.group))
-
-    for error in run_ranks(2, work, errors=True):
-        assert isinstance(error, AgreementError), error
-        assert f"ranks differ in {what} of the BalancedSampler" in str(error)
+@on_ranks(2)
+def test_samplers_that_differ_are_refused_on_every_rank(rank, what):
+    costs, seed = list(LENGTHS), 0
+    if rank.rank == 1:
+        costs[3] += what == "costs"
+        seed += what == "seed"
+    sampler = BalancedSampler(costs, 12, seed=seed, process_group=rank.group)
+    sampler.batch += what == "batch" and rank.rank == 1
+    with pytest.raises(AgreementError, match=f"ranks differ in {what} of the BalancedSampler"):
+        list(lockstep.batches(loader_of(sampler), group=rank.group))

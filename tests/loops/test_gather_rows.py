@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import re
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from lockstep.distributed.comm.group_state import sequence_number_on
 from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, PeerError
 from lockstep.loop import gather_rows
 from processes import run_processes
+from programs.ranks import on_ranks, replicated
+from small_modules import fails_in_backward
 from threaded import run_ranks
 
 ROWS = {1: (6,), 2: (2, 4), 3: (2, 1, 3)}
@@ -75,30 +76,22 @@ def close(found, wanted):
         torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-14, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def beside_one_process(world, loss_of, *inputs, **attributes):
+def beside_one_process(rank, loss_of, *inputs):
     """The gradients of a loss over the ranks' rows are those of one process."""
-    torch.manual_seed(0)
-    plain = Encoder()
-    plain.ranks = 1
-    vars(plain).update(attributes)
-    models = [copy.deepcopy(plain) for _ in range(world)]
+    plain, model = rank.make(Encoder), replicated(rank, Encoder)
+    plain.ranks, model.ranks = 1, rank.world
     loss_of(plain, *inputs).backward()
-
-    def work(rank):
-        model = lockstep.replicate(models[rank.rank], process_group=rank.group)
-        model.ranks = world
-        for _ in range(2):  # the second pass is in the order of the plan
-            model.zero_grad()
-            loss_of(model, *(parts(each, rank) for each in inputs)).backward()
-        close(gradients(model), gradients(plain))
-
-    run_ranks(world, work)
+    for _ in range(2):  # the second pass is in the order of the plan
+        model.zero_grad()
+        loss_of(model, *(parts(each, rank) for each in inputs)).backward()
+    close(gradients(model), gradients(plain))
 
 
 @worlds
 @pytest.mark.parametrize("loss_of", [whole_loss, own_part])
-def test_gradients_are_those_of_one_process(world, loss_of):
-    beside_one_process(world, loss_of, drawn(6, 5))
+@on_ranks(None, "world")
+def test_gradients_are_those_of_one_process(rank, loss_of):
+    beside_one_process(rank, loss_of, drawn(6, 5))
 
 
 # ------------------------------------------------------------------------------------------------ the recipes
@@ -117,123 +110,91 @@ def recipe(name):
 
 
 @worlds
-def test_clip(world):
-    loss = recipe("clip_loss")
-    beside_one_process(world, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
+@pytest.mark.parametrize("name", ["clip_loss", "clip_loss_of_own_rows", "simclr_loss"])
+@on_ranks(None, "world")
+def test_losses_of_pairs(rank, name):
+    loss = recipe(name)
+    beside_one_process(rank, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
 
 
 @worlds
-def test_clip_with_the_logits_of_own_rows(world):
-    loss = recipe("clip_loss_of_own_rows")
-    beside_one_process(world, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
-
-
-@worlds
-def test_simclr(world):
-    loss = recipe("simclr_loss")
-    beside_one_process(world, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
-
-
-@worlds
-def test_batch_hard_triplets(world):
+@on_ranks(None, "world")
+def test_batch_hard_triplets(rank):
     loss = recipe("triplet_loss")
     labels = torch.tensor([0, 1, 0, 1, 2, 2])
-    beside_one_process(world, lambda model, x, y: loss(model, model(x), y), drawn(6, 5), labels)
+    beside_one_process(rank, lambda model, x, y: loss(model, model(x), y), drawn(6, 5), labels)
 
 
 @worlds
-def test_a_gradient_penalty(world):
+@on_ranks(None, "world")
+def test_a_gradient_penalty(rank):
     penalty = recipe("penalty")
-    beside_one_process(world, lambda model, x: penalty(model, x, lambda f: (f @ f.T).exp().mean()), drawn(6, 5))
+    beside_one_process(rank, lambda model, x: penalty(model, x, lambda f: (f @ f.T).exp().mean()), drawn(6, 5))
 
 
 @worlds
-def test_a_queue_of_negatives(world):
+@on_ranks(None, "world")
+def test_a_queue_of_negatives(rank):
     """Three steps: the queue has the keys of all ranks, in the order of the ranks, on each of them."""
-    step = recipe("moco_loss")
-    torch.manual_seed(0)
-    plain, keys = Encoder(), Encoder().requires_grad_(False)
-    models = [copy.deepcopy(plain) for _ in range(world)]
-    batches = [(drawn(6, 5, seed=n), drawn(6, 5, seed=10 + n)) for n in range(3)]
-
-    def trained(model, rank):
+    step, keys, found = recipe("moco_loss"), rank.make(Encoder, 1).requires_grad_(False), []
+    for model, own in ((rank.make(Encoder), lambda x: x), (replicated(rank, Encoder), lambda x: parts(x, rank))):
         queue = normalize(drawn(8, 4, seed=20), dim=1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for a, b in batches:
-            if rank is not None:
-                a, b = parts(a, rank), parts(b, rank)
+        for n in range(3):
+            a, b = own(drawn(6, 5, seed=n)), own(drawn(6, 5, seed=10 + n))
             optimizer.zero_grad()
             loss, queue = step(model, model(a), keys(b), queue)
             loss.backward()
             optimizer.step()
-        return {**{name: p.detach() for name, p in model.named_parameters()}, "queue": queue}
-
-    wanted = trained(plain, None)
-
-    def work(rank):
-        model = lockstep.replicate(models[rank.rank], process_group=rank.group)
-        close(trained(model, rank), wanted)
-
-    run_ranks(world, work)
+        found.append({**{name: p.detach() for name, p in model.named_parameters()}, "queue": queue})
+    wanted, got = found
+    close(got, wanted)
 
 
 @worlds
 @pytest.mark.parametrize("size", [1, 2, 6])
-def test_micro_batches_with_cached_gradients(world, size):
+@on_ranks(None, "world")
+def test_micro_batches_with_cached_gradients(rank, size):
     """The ranks have different numbers of micro-batches."""
-    step = recipe("cached_backward")
-    torch.manual_seed(0)
-    plain = Encoder()
-    models = [copy.deepcopy(plain) for _ in range(world)]
-    x = drawn(6, 5)
+    x, plain, model = drawn(6, 5), rank.make(Encoder), replicated(rank, Encoder)
     whole_loss(plain, x).backward()
 
     def loss_of(model, features):
         return cross_entropy(*similar(gather_rows(features, model).rows, model.scale))
 
-    def work(rank):
-        model = lockstep.replicate(models[rank.rank], process_group=rank.group)
-        step(model, parts(x, rank), loss_of, size)
-        close(gradients(model), gradients(plain))
-
-    run_ranks(world, work)
+    recipe("cached_backward")(model, parts(x, rank), loss_of, size)
+    close(gradients(model), gradients(plain))
 
 
 # ------------------------------------------------------------------------------------------------- its contract
 
 
 @worlds
-def test_nested_rows_and_what_is_this_ranks(world):
+@on_ranks(None, "world")
+def test_nested_rows_and_what_is_this_ranks(rank, world):
     x, labels = drawn(6, 5), torch.arange(6)
-
-    def work(rank):
-        model = lockstep.replicate(Encoder(), process_group=rank.group)
-        given = {"x": parts(x, rank), "labels": parts(labels, rank), "name": "kept", "half": parts(x, rank).bfloat16()}
-        rows, own = gather_rows(given, model)
-        assert torch.equal(rows["x"], x)
-        assert torch.equal(rows["labels"], labels)
-        assert torch.equal(rows["half"], x.bfloat16())
-        assert rows["name"] == "kept"
-        assert torch.equal(rows["labels"][own], given["labels"])
-        assert rows["x"].grad_fn is None
-        assert not rows["x"].requires_grad
-        if world == 1:
-            assert rows is given
-
-    run_ranks(world, work)
+    model = lockstep.replicate(Encoder(), process_group=rank.group)
+    given = {"x": parts(x, rank), "labels": parts(labels, rank), "name": "kept", "half": parts(x, rank).bfloat16()}
+    rows, own = gather_rows(given, model)
+    assert torch.equal(rows["x"], x)
+    assert torch.equal(rows["labels"], labels)
+    assert torch.equal(rows["half"], x.bfloat16())
+    assert rows["name"] == "kept"
+    assert torch.equal(rows["labels"][own], given["labels"])
+    assert rows["x"].grad_fn is None
+    assert not rows["x"].requires_grad
+    if world == 1:
+        assert rows is given
 
 
-def test_a_rank_without_rows():
+@on_ranks(2)
+def test_a_rank_without_rows(rank):
     x = drawn(4, 5)
-
-    def work(rank):
-        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
-        whole_loss(model, x[:4] if rank.rank == 0 else x[:0]).backward()
-        plain = rank.make(Encoder)
-        whole_loss_alone(plain, x).backward()
-        close(gradients(model), gradients(plain))
-
-    run_ranks(2, work)
+    model = replicated(rank, Encoder)
+    whole_loss(model, x[:4] if rank.rank == 0 else x[:0]).backward()
+    plain = rank.make(Encoder)
+    whole_loss_alone(plain, x).backward()
+    close(gradients(model), gradients(plain))
 
 
 def whole_loss_alone(model, x):
@@ -241,46 +202,40 @@ def whole_loss_alone(model, x):
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
-def test_one_row_of_one_number(shape):
+@on_ranks(2)
+def test_one_row_of_one_number(rank, shape):
     """Where a dimension has size 1, its stride may be any: that of a batch's column, or 0 in an expanded gradient."""
-
-    def work(rank):
-        model = lockstep.replicate(nn.Linear(2, 1, bias=False).double(), process_group=rank.group)
-        x = drawn(1, 2, seed=rank.rank)
-        (scores, column), _ = gather_rows((model(x).view(shape), x[:, 1]), model)
-        assert column.tolist() == [drawn(1, 2, seed=r)[0, 1] for r in range(2)]
-        scores.sum().backward()  # the gradient of a sum is expanded
-        torch.testing.assert_close(model.weight.grad, sum(drawn(1, 2, seed=r) for r in range(2)))
-
-    run_ranks(2, work)
+    model = lockstep.replicate(nn.Linear(2, 1, bias=False).double(), process_group=rank.group)
+    x = drawn(1, 2, seed=rank.rank)
+    (scores, column), _ = gather_rows((model(x).view(shape), x[:, 1]), model)
+    assert column.tolist() == [drawn(1, 2, seed=r)[0, 1] for r in range(2)]
+    scores.sum().backward()  # the gradient of a sum is expanded
+    torch.testing.assert_close(model.weight.grad, sum(drawn(1, 2, seed=r) for r in range(2)))
 
 
-def test_only_tensors_that_need_a_gradient_somewhere_have_a_graph():
+@on_ranks(2)
+def test_only_tensors_that_need_a_gradient_somewhere_have_a_graph(rank):
     """Rank 1's features are frozen: its backward sends what rank 0 needs."""
     x = drawn(6, 5)
-
-    def work(rank):
-        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
-        features = model(parts(x, rank))
-        if rank.rank == 1:
-            features = features.detach()
-        (rows, constant), _ = gather_rows((features, parts(x, rank)), model)
-        assert rows.requires_grad
-        assert not constant.requires_grad
-        rows.square().sum().mul(torch.arange(1.0, 3.0).sum()).backward()
-        plain = rank.make(Encoder)
-        (3 * plain(x[:2]).square().sum()).backward()
-        close({"w": model.layers[0].weight.grad}, {"w": plain.layers[0].weight.grad})
-        with torch.no_grad():
-            assert not gather_rows(model(parts(x, rank)), model).rows.requires_grad
-
-    run_ranks(2, work)
+    model = replicated(rank, Encoder)
+    features = model(parts(x, rank))
+    if rank.rank == 1:
+        features = features.detach()
+    (rows, constant), _ = gather_rows((features, parts(x, rank)), model)
+    assert rows.requires_grad
+    assert not constant.requires_grad
+    rows.square().sum().mul(torch.arange(1.0, 3.0).sum()).backward()
+    plain = rank.make(Encoder)
+    (3 * plain(x[:2]).square().sum()).backward()
+    close({"w": model.layers[0].weight.grad}, {"w": plain.layers[0].weight.grad})
+    with torch.no_grad():
+        assert not gather_rows(model(parts(x, rank)), model).rows.requires_grad
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_gradients_of_gradients(world):
+@on_ranks(None, "world")
+def test_gradients_of_gradients(rank):
     """A penalty on the gradient of the features, through the rows of all ranks."""
-    x = drawn(6, 5)
 
     def penalised(model, x):
         features = model(x)
@@ -290,73 +245,59 @@ def test_gradients_of_gradients(world):
         scale = 1 / model.ranks  # each rank computes the whole loss
         return loss + model.ranks * (scale * grad).square().sum()
 
-    beside_one_process(world, penalised, x)
+    beside_one_process(rank, penalised, drawn(6, 5))
 
 
-def test_gradcheck_of_both_orders():
+@on_ranks(2)
+def test_gradcheck_of_both_orders(rank):
     x = drawn(4, 3)
-
-    def work(rank):
-        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
-        given = x.split((3, 1))[rank.rank].clone().requires_grad_()
-        weights = drawn(4, 3, seed=5)
-        rows = gather_rows(given, model).rows
-        (first,) = torch.autograd.grad((rows.pow(3) * weights).sum(), given, create_graph=True)
-        own = slice(0, 3) if rank.rank == 0 else slice(3, 4)
-        torch.testing.assert_close(first, 2 * 3 * x[own].square() * weights[own])
-        (second,) = torch.autograd.grad(first.square().sum(), given)
-        # Both ranks' losses depend on this rank's rows, and both ranks' penalties go through its graph.
-        wanted = x[own].clone().requires_grad_()
-        whole = 6 * wanted.square() * weights[own]
-        (expected,) = torch.autograd.grad(whole.square().sum(), wanted)
-        torch.testing.assert_close(second, expected)
-
-    run_ranks(2, work)
+    model = replicated(rank, Encoder)
+    given = x.split((3, 1))[rank.rank].clone().requires_grad_()
+    weights = drawn(4, 3, seed=5)
+    rows = gather_rows(given, model).rows
+    (first,) = torch.autograd.grad((rows.pow(3) * weights).sum(), given, create_graph=True)
+    own = slice(0, 3) if rank.rank == 0 else slice(3, 4)
+    torch.testing.assert_close(first, 2 * 3 * x[own].square() * weights[own])
+    (second,) = torch.autograd.grad(first.square().sum(), given)
+    # Both ranks' losses depend on this rank's rows, and both ranks' penalties go through its graph.
+    wanted = x[own].clone().requires_grad_()
+    whole = 6 * wanted.square() * weights[own]
+    (expected,) = torch.autograd.grad(whole.square().sum(), wanted)
+    torch.testing.assert_close(second, expected)
 
 
-def test_a_tensor_whose_rows_no_loss_uses_gets_no_gradient():
-    def work(rank):
-        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
-        used, unused = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
-        gather_rows((used, unused), model).rows[0].sum().backward()
-        assert unused.grad is None
-        assert used.grad is not None
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_a_tensor_whose_rows_no_loss_uses_gets_no_gradient(rank):
+    model = replicated(rank, Encoder)
+    used, unused = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    gather_rows((used, unused), model).rows[0].sum().backward()
+    assert unused.grad is None
+    assert used.grad is not None
 
 
-def test_under_autocast():
-    x = drawn(6, 5).float()
-
-    def work(rank):
-        model = lockstep.replicate(rank.make(Encoder).float(), process_group=rank.group)
-        with torch.autocast("cpu", torch.bfloat16):
-            features = model.layers(parts(x, rank))
-            rows = gather_rows(features, model).rows
-            assert rows.dtype == torch.bfloat16
-            rows.float().square().mean().backward()
-        plain = rank.make(Encoder).float()
-        with torch.autocast("cpu", torch.bfloat16):
-            plain.layers(x).float().square().mean().backward()
-        found, wanted = model.layers[0].weight.grad, plain.layers[0].weight.grad
-        assert (found - wanted).norm() < 2**-6 * wanted.norm()
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_under_autocast(rank):
+    x, model, plain = drawn(6, 5).float(), replicated(rank, lambda: Encoder().float()), rank.make(Encoder).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        features = model.layers(parts(x, rank))
+        rows = gather_rows(features, model).rows
+        assert rows.dtype == torch.bfloat16
+        rows.float().square().mean().backward()
+        plain.layers(x).float().square().mean().backward()
+    found, wanted = model.layers[0].weight.grad, plain.layers[0].weight.grad
+    assert (found - wanted).norm() < 2**-6 * wanted.norm()
 
 
-def test_collectives_are_one_each_way():
+@on_ranks(2, hosts="aa")
+def test_collectives_are_one_each_way(rank):
     x = drawn(6, 5)
-
-    def work(rank):
-        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
-        whole_loss(model, parts(x, rank)).backward()
-        before = sequence_number_on(rank.group)
-        rows = gather_rows((parts(x, rank).clone().requires_grad_(), parts(x, rank)), model).rows
-        forward = sequence_number_on(rank.group)
-        rows[0].sum().backward()
-        return forward - before, sequence_number_on(rank.group) - forward
-
-    assert set(run_ranks(2, work, hosts="aa")) == {(3, 1)}
+    model = replicated(rank, Encoder)
+    whole_loss(model, parts(x, rank)).backward()
+    before = sequence_number_on(rank.group)
+    rows = gather_rows((parts(x, rank).clone().requires_grad_(), parts(x, rank)), model).rows
+    forward = sequence_number_on(rank.group)
+    rows[0].sum().backward()
+    assert (forward - before, sequence_number_on(rank.group) - forward) == (3, 1)
 
 
 # ------------------------------------------------------------------------------------------------------ errors
@@ -374,20 +315,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("first", "second", "kind", "message"), WRONG.values(), ids=WRONG)
-def test_rows_that_cannot_be_gathered_are_an_error_on_every_rank(first, second, kind, message):
-    def work(rank):
-        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
-        with pytest.raises(kind, match=message):
-            gather_rows(second if rank.rank else first, model)
-        whole_loss(model, torch.ones(2, 5).double()).backward()  # the group can be used further
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_rows_that_cannot_be_gathered_are_an_error_on_every_rank(rank, first, second, kind, message):
+    model = replicated(rank, Encoder)
+    with pytest.raises(kind, match=message):
+        gather_rows(second if rank.rank else first, model)
+    whole_loss(model, torch.ones(2, 5).double()).backward()  # the group can be used further
 
 
 @pytest.mark.parametrize("calls", [(1, 0), (1, 2)])
 def test_ranks_that_call_it_at_different_times_hear_of_it(calls):
     def work(rank):
-        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
+        model = replicated(rank, Encoder)
         x = torch.ones(2, 5, dtype=torch.float64)
         loss = model(x).sum()
         for _ in range(calls[rank.rank]):
@@ -402,37 +341,25 @@ def test_ranks_that_call_it_at_different_times_hear_of_it(calls):
 
 
 @pytest.mark.parametrize("second_order", [False, True])
-def test_a_backward_that_fails_on_one_rank_fails_on_all(second_order):
-    class Boom(Exception):
-        pass
-
-    def work(rank):
-        model = lockstep.replicate(rank.make(Encoder), process_group=rank.group)
-        features = model(torch.ones(2, 5, dtype=torch.float64))
-        rows = gather_rows(features, model).rows
-        if second_order:
-            (rows,) = torch.autograd.grad(rows.pow(3).sum(), features, create_graph=True)
-        if rank.rank == 1:
-            rows.register_hook(fail)
-        with pytest.raises(Boom if rank.rank else PeerError):
-            rows.square().sum().backward()
-        assert model.layers[0].weight.grad is None
-        model.zero_grad()
-        whole_loss(model, torch.ones(2, 5).double()).backward()
-
-    def fail(grad):
-        raise Boom
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank_fails_on_all(rank, second_order):
+    model = replicated(rank, Encoder)
+    features = model(torch.ones(2, 5, dtype=torch.float64))
+    rows = gather_rows(features, model).rows
+    if second_order:
+        (rows,) = torch.autograd.grad(rows.pow(3).sum(), features, create_graph=True)
+    with pytest.raises(ArithmeticError if rank.rank else PeerError):
+        fails_in_backward(rows, rank.rank == 1).square().sum().backward()
+    assert model.layers[0].weight.grad is None
+    model.zero_grad()
+    whole_loss(model, torch.ones(2, 5).double()).backward()
 
 
-def test_modules_that_it_refuses():
-    def work(rank):
-        shares = lockstep.replicate(rank.make(Encoder), process_group=rank.group, shares=2)
-        with pytest.raises(OptionError, match="without shares="):
-            gather_rows(torch.ones(2, 3), shares)
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_modules_that_it_refuses(rank):
+    shares = replicated(rank, Encoder, shares=2)
+    with pytest.raises(OptionError, match="without shares="):
+        gather_rows(torch.ones(2, 3), shares)
 
 
 def test_one_process_needs_no_replicated_module():

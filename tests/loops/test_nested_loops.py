@@ -11,7 +11,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError
-from small_modules import one_weight
+from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
 
@@ -98,20 +98,20 @@ def test_on_accelerators(known):
     assert run_ranks(3, nested, (1, 3, 2), (3, 1, 2), known, device="sim", group_timeout=10) == [2 * (1 + 3 * 5)] * 3
 
 
-def side_by_side(rank, first, second):
+@on_ranks(3)
+def test_loops_side_by_side(rank):
+    first, second = (1, 4, 3), (3, 2, 1)
     program = Program(rank)
     loops = [lockstep.batches([0] * lengths[rank.rank], program.model) for lengths in (first, second)]
     for number, _ in enumerate(zip(*loops, strict=False)):
         program.step(having(second, number, having(first, number)), *loops)
     program.step(range(rank.world))
-    return number + 1
+    assert number + 1 == 3
 
 
-def test_loops_side_by_side():
-    assert run_ranks(3, side_by_side, (1, 4, 3), (3, 2, 1)) == [3] * 3
-
-
-def three_deep(rank, lengths):
+@on_ranks(2)
+def test_three_loops(rank):
+    lengths = [(1, 2), (2, 1), (2, 3)]
     program = Program(rank)
 
     def go(depth, active, *loops):
@@ -123,15 +123,12 @@ def three_deep(rank, lengths):
             program.step(active, *loops)
 
     go(0, range(rank.world))
-    return program.turn
+    assert program.turn == (((3 + 2) * 2 + 2) * 2) + 2
 
 
-def test_three_loops():
-    lengths = [(1, 2), (2, 1), (2, 3)]
-    assert run_ranks(2, three_deep, lengths) == [(((3 + 2) * 2 + 2) * 2) + 2] * 2
-
-
-def left_early(rank, how):
+@pytest.mark.parametrize("how", ["break", "raise"])
+@on_ranks(2)
+def test_an_inner_loop_that_is_left_early(rank, how):
     """The inner loop is left before its end, on all ranks."""
     program = Program(rank)
     outer, inner = (2, 3), (1, 3)
@@ -149,50 +146,39 @@ def left_early(rank, how):
             pass
         program.step(active, batches)
     program.step(range(rank.world))
-    return program.turn
+    assert program.turn == 3 * 3 + 1
 
 
-@pytest.mark.parametrize("how", ["break", "raise"])
-def test_an_inner_loop_that_is_left_early(how):
-    assert run_ranks(2, left_early, how) == [3 * 3 + 1] * 2
-
-
-def stream_outside(rank, inner_known):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@knowing
+@on_ranks(2)
+def test_a_loop_inside_of_one_whose_length_is_not_known_is_refused_on_every_rank(rank, known):
+    model = replicated(rank)
     with pytest.raises(OptionError, match="inside of another one whose loader has no length on some rank"):
         for _ in lockstep.batches(iter([0] * 2) if rank.rank else [0], model):
             model(torch.ones(1, 1)).sum().backward()
-            for _ in lockstep.batches([0] if inner_known else iter([0]), model):
+            for _ in lockstep.batches([0] if known else iter([0]), model):
                 pass
     for x in lockstep.batches(iter([torch.ones(1, 1)] * (1 + rank.rank)), model):  # and this is one
         model.zero_grad()
         model(x).sum().backward()
-    return model.weight.grad.item()
+    assert model.weight.grad.item() == 1.0
 
 
-@knowing
-def test_a_loop_inside_of_one_whose_length_is_not_known_is_refused_on_every_rank(known):
-    assert run_ranks(2, stream_outside, known) == [1.0, 1.0]
-
-
-def evaluates_inside(rank):
+@on_ranks(2)
+def test_evaluation_inside_of_a_loop(rank):
     """A loop without gradients is none that ranks have in common."""
-    model, seen = lockstep.replicate(one_weight(), process_group=rank.group), 0
+    model, seen = replicated(rank), 0
     for x in lockstep.batches(iter([torch.ones(1, 1)] * (1 + rank.rank)), model):
         model.zero_grad()
         model(x).sum().backward()
         with torch.no_grad():
             seen += sum(1 for _ in lockstep.batches([0] * (3 - rank.rank), model))
-    return seen
-
-
-def test_evaluation_inside_of_a_loop():
-    assert run_ranks(2, evaluates_inside) == [6, 4]
+    assert seen == [6, 4][rank.rank]
 
 
 def micro_batches(rank, skipped):
     """The inner loop piles up, and the round comes after it; one rank leaves out a batch in an inner one."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     outer, inner = (2, 3), (3, 1)
     found = []
     for number, _ in enumerate(lockstep.batches([0] * outer[rank.rank], model)):
@@ -218,9 +204,10 @@ def test_a_micro_batch_of_an_inner_loop_that_is_left_out_is_one_of_the_outer_bat
     assert run_ranks(2, micro_batches, (1, 2)) == [[(usual, False), (None, True), (last, False)]] * 2
 
 
-def leaves_out(rank):
+@on_ranks(2)
+def test_each_loop_knows_which_of_its_batches_was_left_out(rank):
     """Batches of the outer and of the inner loop are left out; each loop knows of its own."""
-    model, found = lockstep.replicate(one_weight(), process_group=rank.group), []
+    model, found = replicated(rank), []
     for number, _ in enumerate(lockstep.batches([0] * (1 + rank.rank), model)):
         with lockstep.loop.skip_on(ArithmeticError, modules=[model]):
             if number == 0 and rank.rank == 1:
@@ -233,16 +220,12 @@ def leaves_out(rank):
                 model(torch.ones(1, 1)).sum().backward()
             found.append(lockstep.loop.skipped(model))
         found.append(lockstep.loop.skipped(model))
-    return found
-
-
-def test_each_loop_knows_which_of_its_batches_was_left_out():
-    assert run_ranks(2, leaves_out) == [[False, False, True, False, True, False]] * 2
+    assert found == [False, False, True, False, True, False]
 
 
 def asks_outside(rank):
     """The last batch of an inner loop is left out, of which only the outer loop asks."""
-    model, found = lockstep.replicate(one_weight(), process_group=rank.group), []
+    model, found = replicated(rank), []
     for number, _ in enumerate(lockstep.batches([0] * 6, model)):
         for place, _ in enumerate(lockstep.batches([0] * 2, model)):
             if number == 4 and place == rank.rank == 1:
@@ -265,28 +248,27 @@ def test_a_batch_of_an_inner_loop_that_was_left_out_is_none_of_the_outer_loop(ki
     assert run_ranks(2, asks_outside, device=device) == [[False, (False, 1.5)] * 2] * 2
 
 
-def new_modules(rank, again):
+@pytest.mark.parametrize("again", [False, True])
+@on_ranks(2)
+def test_a_module_that_is_new_in_a_batch_that_counts_nothing(rank, again):
     """A module is replicated, or replicated once more, in a batch that counts nothing on rank 0."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     found = []
     for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
         if again and number:
             model = lockstep.DistributedDataParallel(getattr(model, "module", model), process_group=rank.group)
-        new = model if again else lockstep.replicate(one_weight(), process_group=rank.group)
+        new = model if again else replicated(rank)
         new.zero_grad()
         new(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
         found.append(next(new.parameters()).grad.item())
     new.zero_grad()
     new(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
-    return [*found, next(new.parameters()).grad.item()]
+    assert [*found, next(new.parameters()).grad.item()] == [1.5, 2.0, 2.0, 1.5]
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_module_that_is_new_in_a_batch_that_counts_nothing(again):
-    assert run_ranks(2, new_modules, again) == [[1.5, 2.0, 2.0, 1.5]] * 2
-
-
-def deferred_end(rank):
+@pytest.mark.usefixtures("sim")
+@on_ranks(2, device="sim", group_timeout=5)
+def test_a_loop_does_not_end_with_the_report_of_the_one_before(rank):
     """The last report of a loop is not read when a loop begins in which this rank has no batch at all."""
     model = lockstep.replicate(nn.Linear(3, 1, bias=False), process_group=rank.group)
     model.weight.data.fill_(1.0)
@@ -297,12 +279,7 @@ def deferred_end(rank):
     for x in lockstep.batches(iter([torch.ones(1, 3)] * 2 * rank.rank), model, padding=torch.ones(1, 3)):
         turns += 1
         model(x).sum().backward()
-    return turns, model.weight.grad.tolist()
-
-
-@pytest.mark.usefixtures("sim")
-def test_a_loop_does_not_end_with_the_report_of_the_one_before():
-    assert run_ranks(2, deferred_end, device="sim", group_timeout=5) == [(2, [[2.0] * 3])] * 2
+    assert (turns, model.weight.grad.tolist()) == (2, [[2.0] * 3])
 
 
 @pytest.mark.soak

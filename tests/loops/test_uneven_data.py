@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
+from programs.ranks import on_ranks, replicated
 from small_modules import error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
 from training_loops import WHERE, BadBatchError, Plan, compare, random_plan
@@ -86,23 +87,20 @@ def body(model, turns, optimizer=None):
             optimizer.step()
 
 
-def communicated(rank, known):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@knowing
+@on_ranks(2)
+def test_nothing_is_sent_but_lengths_at_the_start_and_who_ends_where_lengths_are_unknown(rank, known):
+    model = replicated(rank)
     own = [x_of(rank)] * (3 + 2 * rank.rank)
     body(model, [x_of(rank)] * 2)
     with count_collectives(rank) as seen:
         body(model, lockstep.batches(own if known else iter(own), model))
-    return [each.name for each in seen]
-
-
-@knowing
-def test_nothing_is_sent_but_lengths_at_the_start_and_who_ends_where_lengths_are_unknown(known):
-    for seen in run_ranks(2, communicated, known):
-        steps = ["all_reduce"] * 5
-        if not known:
-            steps.insert(3, "all_gather_single")  # in the last batch of rank 0, which no other rank knows to be it
-        lengths = ["all_reduce", "all_gather"] if known else ["all_reduce", "all_reduce"]  # of which some are unknown
-        assert seen == [*lengths, *steps]
+    seen = [each.name for each in seen]
+    steps = ["all_reduce"] * 5
+    if not known:
+        steps.insert(3, "all_gather_single")  # in the last batch of rank 0, which no other rank knows to be it
+    lengths = ["all_reduce", "all_gather"] if known else ["all_reduce", "all_reduce"]  # of which some are unknown
+    assert seen == [*lengths, *steps]
 
 
 class Stream(IterableDataset):
@@ -116,8 +114,9 @@ class Stream(IterableDataset):
         return 100  # not what it gives
 
 
-def from_loaders(rank):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@on_ranks(2)
+def test_data_loaders(rank):
+    model = replicated(rank)
     seen = []
     rows = torch.arange(3.0 + 2 * rank.rank).view(-1, 1) + 10 * rank.rank
     for dataset in (Stream(3 + 2 * rank.rank, 10 * rank.rank), TensorDataset(rows)):
@@ -130,11 +129,7 @@ def from_loaders(rank):
             seen.append(len(turns))
         except TypeError:
             seen.append(None)
-    return seen
-
-
-def test_data_loaders():
-    assert run_ranks(2, from_loaders) == [[3, None, 3, 3]] * 2
+    assert seen == [3, None, 3, 3]
 
 
 def spoils(rank):
@@ -143,7 +138,7 @@ def spoils(rank):
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)), process_group=rank.group
     )
     unused = nn.Linear(2, 1)
-    part = lockstep.replicate(rank.make(lambda: nn.ModuleList([nn.Linear(2, 1), unused])), process_group=rank.group)
+    part = replicated(rank, lambda: nn.ModuleList([nn.Linear(2, 1), unused]))
     optimizer = torch.optim.Adam([*model.parameters(), *part.parameters()], weight_decay=0.1)
     seen = []
     for _ in range(2):
@@ -259,7 +254,11 @@ class Statistics(nn.Module):
         return self.weight.sum()
 
 
-def averages(rank, lengths, known, count):
+@knowing
+@pytest.mark.parametrize("count", [2, 100_000], ids=["in the report", "large"])
+@on_ranks(3)
+def test_mean_buffers_are_those_of_the_ranks_that_have_a_batch(rank, known, count):
+    lengths = (1, 0, 2)
     model, seen = lockstep.replicate(Statistics(count), process_group=rank.group, buffer_policy="mean"), []
     own = [0] * lengths[rank.rank]
     for _ in range(2):
@@ -267,25 +266,15 @@ def averages(rank, lengths, known, count):
             model(2.0**rank.rank).backward()
             seen.append(set(model.values.tolist()))
     model(2.0**rank.rank).backward()
-    return [*seen, {round(each, 4) for each in model.values.tolist()}]
+    assert [*seen, {round(each, 4) for each in model.values.tolist()}] == [{2.5}, {4.0}, {2.5}, {4.0}, {2.3333}]
 
 
-@knowing
-@pytest.mark.parametrize("count", [2, 100_000], ids=["in the report", "large"])
-def test_mean_buffers_are_those_of_the_ranks_that_have_a_batch(known, count):
-    for found in run_ranks(3, averages, (1, 0, 2), known, count):
-        assert found == [{2.5}, {4.0}, {2.5}, {4.0}, {2.3333}]
-
-
-def local_statistics(rank):
+@on_ranks(2)
+def test_statistics_of_each_rank_count_its_own_batches(rank):
     model = lockstep.replicate(nn.BatchNorm1d(1), process_group=rank.group, buffer_policy="local")
     for x in lockstep.batches([torch.randn(4, 1)] * (1 + rank.rank), model):
         model(x).sum().backward()
-    return int(model.num_batches_tracked)
-
-
-def test_statistics_of_each_rank_count_its_own_batches():
-    assert run_ranks(2, local_statistics) == [1, 2]
+    assert int(model.num_batches_tracked) == [1, 2][rank.rank]
 
 
 def looks_again(rank, unfrozen):
@@ -312,57 +301,44 @@ def test_a_backward_after_the_round_of_a_batch_that_counts_nothing(unfrozen):
     assert first[1] != 1
 
 
-def looks_again_at_statistics(rank):
+@on_ranks(2)
+def test_statistics_of_a_forward_after_the_round_of_a_batch_that_counts_nothing(rank):
     model = lockstep.replicate(nn.BatchNorm1d(1), process_group=rank.group, buffer_policy="local")
     for x in lockstep.batches([torch.randn(4, 1)] * (1 + rank.rank), model):
         model(x).sum().backward()
         with torch.no_grad():
             model(x)
-    return int(model.num_batches_tracked)
+    assert int(model.num_batches_tracked) == [2, 4][rank.rank]
 
 
-def test_statistics_of_a_forward_after_the_round_of_a_batch_that_counts_nothing():
-    assert run_ranks(2, looks_again_at_statistics) == [2, 4]
-
-
-def takes_out(rank):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@on_ranks(2)
+def test_the_loop_may_take_things_out_of_a_batch(rank):
+    model = replicated(rank)
     for batch in lockstep.batches([{"x": x_of(rank)} for _ in range(1 + 2 * rank.rank)], model):
         model(batch.pop("x")).sum().backward()
-    return True
 
 
-def test_the_loop_may_take_things_out_of_a_batch():
-    assert run_ranks(2, takes_out) == [True, True]
-
-
-def adds_up(rank):
+@on_ranks(2)
+def test_gradients_that_are_kept(rank):
     """Gradients are never set to None: what is there counts as the mean that it was."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     seen = []
     for x in lockstep.batches([x_of(rank)] * (1 + rank.rank), model):
         model(x).sum().backward()
         seen.append(model.weight.grad.item())
-    return seen
+    assert seen == [1.5, 3.5]
 
 
-def test_gradients_that_are_kept():
-    assert run_ranks(2, adds_up) == [[1.5, 3.5]] * 2
-
-
-def stops_where_a_rank_fails(rank):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@on_ranks(2)
+def test_a_rank_whose_backward_fails_stops_with_the_others(rank):
+    model = replicated(rank)
     decisions = lockstep.loop.stop_when(lambda: rank.rank == 0, rank.group)
     error = error_of(fails_in_backward(model(x_of(rank)), rank.rank == 1).sum().backward)
-    return error, decisions.should_stop
-
-
-def test_a_rank_whose_backward_fails_stops_with_the_others():
-    assert run_ranks(2, stops_where_a_rank_fails) == [(PeerError, True), (ArithmeticError, True)]
+    assert (error, decisions.should_stop) == [(PeerError, True), (ArithmeticError, True)][rank.rank]
 
 
 def empty(rank, known, padding):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     own = [x_of(rank)] * (2 * rank.rank)
     grads = []
     turns = lockstep.batches(own if known else iter(own), model, padding=torch.ones(1, 1) if padding else None)
@@ -383,17 +359,15 @@ def test_a_rank_without_any_batch(known):
 
 @pytest.mark.parametrize("padding", [None, torch.ones(1, 1)])
 @pytest.mark.parametrize("known", [(True, True), (False, False), (True, False)])
-def test_no_rank_has_a_batch(known, padding):
-    def epochs(rank):
-        model = lockstep.replicate(one_weight(), process_group=rank.group)
-        counts = []
-        for count in (0, 2, 0):
-            own = [x_of(rank)] * count
-            turns = lockstep.batches(own if known[rank.rank] else iter(own), model, padding=padding)
-            counts.append(sum(model(x).sum().backward() is None for x in turns))
-        return counts, model.weight.grad.item()
-
-    assert run_ranks(2, epochs) == [([0, 2, 0], 3.0)] * 2
+@on_ranks(2)
+def test_no_rank_has_a_batch(rank, known, padding):
+    model = replicated(rank)
+    counts = []
+    for count in (0, 2, 0):
+        own = [x_of(rank)] * count
+        turns = lockstep.batches(own if known[rank.rank] else iter(own), model, padding=padding)
+        counts.append(sum(model(x).sum().backward() is None for x in turns))
+    assert (counts, model.weight.grad.item()) == ([0, 2, 0], 3.0)
 
 
 class Lying(list):
@@ -402,7 +376,7 @@ class Lying(list):
 
 
 def lies(rank, gives):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     own = Lying([x_of(rank)] * gives) if rank.rank else [x_of(rank)] * 3
     body(model, lockstep.batches(own, model))
 
@@ -416,7 +390,7 @@ def test_a_loader_that_gives_another_number_than_it_says():
 
 
 def evaluates(rank):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     turns = lockstep.batches([1.0] * (1 + rank.rank), model)
     with torch.no_grad():
         return list(turns)
@@ -428,7 +402,7 @@ def test_evaluation_neither_pads_nor_drops():
 
 def goes_on(rank, leaves_out):
     """Rank 1 catches its own errors, and goes on with the next batch."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     for number, x in enumerate(lockstep.batches([x_of(rank)] * (leaves_out + 2), model)):
         if rank.rank == 1 and 0 < number <= leaves_out:
             continue
@@ -443,8 +417,9 @@ def test_a_rank_that_leaves_out_batches_by_itself_is_told_by_name(leaves_out):
         assert f"rank {rank}: rank {1 - rank} is {distance} this rank in the batches of its loop" in str(error)
 
 
-def breaks(rank):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@on_ranks(2)
+def test_the_loop_may_end_early(rank):
+    model = replicated(rank)
     seen = []
     for _ in range(2):
         turns = lockstep.batches([x_of(rank)] * (4 if rank.rank else 1), model)
@@ -455,11 +430,7 @@ def breaks(rank):
                 break
         seen.append(turns.is_padding)
     body(model, [x_of(rank)])
-    return [*seen, model.weight.grad.item()]
-
-
-def test_the_loop_may_end_early():
-    assert run_ranks(2, breaks) == [[1.5, 2.0, 2.0, False] * 2 + [1.5]] * 2
+    assert [*seen, model.weight.grad.item()] == [1.5, 2.0, 2.0, False] * 2 + [1.5]
 
 
 def new_layer_in_an_idle_batch(rank, change):
@@ -486,19 +457,6 @@ def test_a_new_layer_where_a_rank_has_run_out_is_an_error_on_all(change, after):
         assert found == after
 
 
-def new_layers_before_an_idle_batch(rank, layers, weight, after):
-    """The ranks have not agreed on them yet when rank 1 runs out."""
-    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
-    for turn, x in enumerate(lockstep.batches([x_of(rank)] * (3 - 2 * rank.rank), model)):
-        for layer in layers if turn == 0 and not after else ():
-            model[layer] = one_weight()
-        with lockstep.accumulate(model, last=turn == 2, weight=weight):
-            model(x).sum().backward()
-        for layer in layers if turn == 0 and after else ():
-            model[layer] = one_weight()
-    return [parameter.grad.item() for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize(
     ("layers", "weight", "after", "expected"),
     [
@@ -509,35 +467,49 @@ def new_layers_before_an_idle_batch(rank, layers, weight, after):
         ([0, 1], 4, False, [pytest.approx((1 + 1 + 1 + 2) / 16)] * 2),
     ],
 )
-def test_a_rank_that_has_run_out_contributes_what_it_had_of_new_layers(layers, weight, after, expected):
-    assert run_ranks(2, new_layers_before_an_idle_batch, layers, weight, after) == [expected] * 2
+@on_ranks(2)
+def test_a_rank_that_has_run_out_contributes_what_it_had_of_new_layers(rank, layers, weight, after, expected):
+    """The ranks have not agreed on them yet when rank 1 runs out."""
+    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    for turn, x in enumerate(lockstep.batches([x_of(rank)] * (3 - 2 * rank.rank), model)):
+        for layer in layers if turn == 0 and not after else ():
+            model[layer] = one_weight()
+        with lockstep.accumulate(model, last=turn == 2, weight=weight):
+            model(x).sum().backward()
+        for layer in layers if turn == 0 and after else ():
+            model[layer] = one_weight()
+    assert [parameter.grad.item() for parameter in model.parameters()] == expected
 
 
 @pytest.mark.parametrize("has_gradient", [False, True])
-def test_what_a_rank_that_has_run_out_has_of_an_unfrozen_layer_does_not_count(has_gradient):
-    def call(rank):
-        model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
-        new = next(model[1].parameters()).requires_grad_(False)
-        if has_gradient:
-            new.grad = torch.full_like(new, 4.0)
-        for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
-            if turn == 1:
-                new.requires_grad_(True)
-                with model.no_sync():  # passes of one batch, one after the other
-                    model(x).sum().backward()
-            with lockstep.accumulate(model, last=turn == 1):
-                model(x).sum().backward()
-        return [parameter.grad.item() for parameter in model.parameters()]
-
+@on_ranks(2)
+def test_what_a_rank_that_has_run_out_has_of_an_unfrozen_layer_does_not_count(rank, has_gradient):
     before = 4 if has_gradient else 0
     expected = [[(1 + 1 + 1 + 2) / 2, (before + before + 1 + 1) / 2]] * 2
-    assert run_ranks(2, call) == expected
+    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    new = next(model[1].parameters()).requires_grad_(False)
+    if has_gradient:
+        new.grad = torch.full_like(new, 4.0)
+    for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
+        if turn == 1:
+            new.requires_grad_(True)
+            with model.no_sync():  # passes of one batch, one after the other
+                model(x).sum().backward()
+        with lockstep.accumulate(model, last=turn == 1):
+            model(x).sum().backward()
+    assert [parameter.grad.item() for parameter in model.parameters()] == expected[rank.rank]
 
 
 # ---------------------------------------------------------------------------- what is left out
 
 
-def with_statistics(rank, where):
+def raises(grad):
+    raise BadBatchError
+
+
+@on_ranks(2)
+def test_skip_on_leaves_buffers_and_the_optimizer_as_they_were(rank):
+    usual, left_out = (False, False), (True, True)
     model = lockstep.replicate(nn.Sequential(nn.BatchNorm1d(1), one_weight()), process_group=rank.group)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
     seen = []
@@ -546,7 +518,7 @@ def with_statistics(rank, where):
         before = [each.clone() for each in (*model.buffers(), *model.parameters())]
         with lockstep.loop.skip_on(BadBatchError, modules=[model]):
             y = model(torch.randn(4, 1))
-            if rank.rank == step == 1 and where == "forward":
+            if rank.rank == step == 1 and "forward" == "forward":
                 raise BadBatchError
             if rank.rank == 0 and step == 2:
                 y.register_hook(raises)
@@ -556,21 +528,12 @@ def with_statistics(rank, where):
         seen.append((lockstep.loop.skipped(model), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))))
         assert all(rank.all_equal(each) for each in after)
     lockstep.check_in_sync(model)
-    return seen
-
-
-def raises(grad):
-    raise BadBatchError
-
-
-def test_skip_on_leaves_buffers_and_the_optimizer_as_they_were():
-    usual, left_out = (False, False), (True, True)
-    assert run_ranks(2, with_statistics, "forward") == [[usual, left_out, left_out, usual]] * 2
+    assert seen == [usual, left_out, left_out, usual]
 
 
 def no_skip(rank):
     """What is raised is not what skip_on is for."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     with lockstep.loop.skip_on(BadBatchError, modules=[model]):
         y = model(x_of(rank))
         if rank.rank:
@@ -584,8 +547,9 @@ def test_other_errors_are_told():
     assert isinstance(second, ZeroDivisionError)
 
 
-def scaled(rank):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@on_ranks(2)
+def test_a_gradient_scaler(rank):
+    model = replicated(rank)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.5), torch.amp.GradScaler("cpu", init_scale=8.0)
     seen = []
     for number in range(3):
@@ -598,16 +562,14 @@ def scaled(rank):
             scaler.step(optimizer)
             scaler.update()
         seen.append(model.weight.item())
-    return seen
+    assert seen == [0.25, 0.25, -0.5]
 
 
-def test_a_gradient_scaler():
-    assert run_ranks(2, scaled) == [[0.25, 0.25, -0.5]] * 2
-
-
-def without_the_loop(rank):
+@pytest.mark.parametrize("hosts", ["", "aa"])
+@on_ranks(2, "hosts")
+def test_a_batch_is_left_out_after_its_forward(rank):
     """No batches(): forward counts are told, and the next step is as if nothing had been."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     seen = []
     for number in range(3):
         model.zero_grad()
@@ -617,17 +579,14 @@ def without_the_loop(rank):
         else:
             y.backward()
         seen.append((lockstep.loop.skipped(model), None if model.weight.grad is None else model.weight.grad.item()))
-    return seen
+    assert seen == [(False, 1.5), (True, None), (False, 1.5)]
 
 
-@pytest.mark.parametrize("hosts", ["", "aa"])
-def test_a_batch_is_left_out_after_its_forward(hosts):
-    assert run_ranks(2, without_the_loop, hosts=hosts) == [[(False, 1.5), (True, None), (False, 1.5)]] * 2
-
-
-def after_a_failure(rank):
+@on_ranks(2)
+def test_a_batch_is_left_out_after_an_earlier_failure(rank):
     """A failed backward that all ranks went on from has nothing to do with a batch that is left out later."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    usual = False, 1.5
+    model = replicated(rank)
     seen = []
     for number in range(4):
         model.zero_grad()
@@ -640,19 +599,15 @@ def after_a_failure(rank):
             else:
                 y.sum().backward()
         seen.append((lockstep.loop.skipped(model), None if model.weight.grad is None else model.weight.grad.item()))
-    return seen
-
-
-def test_a_batch_is_left_out_after_an_earlier_failure():
-    usual = False, 1.5
-    assert run_ranks(2, after_a_failure) == [[(False, None), usual, (True, None), usual]] * 2
+    assert seen == [(False, None), usual, (True, None), usual]
 
 
 # ---------------------------------------------------------------------------- agreement
 
 
-def stops(rank):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@on_ranks(3)
+def test_all_ranks_stop_at_the_same_step(rank):
+    model = replicated(rank)
     asked = SimpleNamespace(reason=None)
     decisions = lockstep.loop.stop_when(lambda: asked.reason, rank.group)
     for number in itertools.count():
@@ -662,11 +617,7 @@ def stops(rank):
         if lockstep.should_stop(rank.group):
             assert decisions.should_stop
             break
-    return number
-
-
-def test_all_ranks_stop_at_the_same_step():
-    assert run_ranks(3, stops) == [2, 2, 2]
+    assert number == 2
 
 
 def test_a_flag_that_any_rank_has():
@@ -677,33 +628,31 @@ def test_a_flag_that_any_rank_has():
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_batches_are_numbered_alike_whatever_has_been_freed(hosts):
+@on_ranks(2, "hosts")
+def test_batches_are_numbered_alike_whatever_has_been_freed(rank):
     """One rank's collector has taken the model of a loop before, the other's has not yet."""
 
     def train(rank, batches):
-        model = lockstep.replicate(one_weight(), process_group=rank.group)
+        model = replicated(rank)
         model.cycle = [model]
         for x in lockstep.batches([x_of(rank)] * batches, model):
             model.zero_grad()
             model(x).sum().backward()
         return model
 
-    def work(rank):
-        model = train(rank, 4)
-        kept = [model] if rank.rank == 1 else []
-        del model
-        rank.gather(torch.zeros(1))
-        gc.collect()
-        return train(rank, 3).weight.grad.item(), len(kept)
-
-    assert run_ranks(2, work, hosts=hosts) == [(1.5, 0), (1.5, 1)]
+    model = train(rank, 4)
+    kept = [model] if rank.rank == 1 else []
+    del model
+    rank.gather(torch.zeros(1))
+    gc.collect()
+    assert (train(rank, 3).weight.grad.item(), len(kept)) == [(1.5, 0), (1.5, 1)][rank.rank]
 
 
 def test_only_a_process_group_can_be_asked_whether_to_stop():
     """A module would be a loop of its own, which nobody asks to stop."""
 
     def work(rank):
-        model = lockstep.replicate(one_weight(), process_group=rank.group)
+        model = replicated(rank)
         with pytest.raises(OptionError, match=r"expected a process group, got .*Linear"):
             lockstep.should_stop(model)
         return lockstep.should_stop(rank.group)

@@ -17,6 +17,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
+from programs.ranks import on_ranks
 from small_modules import fails_in_backward
 from threaded import run_ranks
 
@@ -232,21 +233,17 @@ def test_a_whole_step_is_left_out_by_what_is_around_its_micro_batches(how, where
             torch.testing.assert_close(found, expected(2, program))
 
 
-def between_micro_batches(rank, kind):
+@pytest.mark.parametrize("kind", [BadBatchError, ValueError, Exception])
+@on_ranks(2, raises=OptionError, says="skip_on() has ended between the micro-batches of a step")
+def test_skip_on_between_the_micro_batches_of_a_step_is_an_error(rank, kind):
+    """Also where it is of a kind that the block leaves out batches for."""
     model = lockstep.replicate(network(), process_group=rank.group)
     with lockstep.loop.skip_on(kind, modules=[model]), lockstep.accumulate(model, last=False):
         model(torch.ones(1, 3).double()).sum().backward()
 
 
-@pytest.mark.parametrize("kind", [BadBatchError, ValueError, Exception])
-def test_skip_on_between_the_micro_batches_of_a_step_is_an_error(kind):
-    """Also where it is of a kind that the block leaves out batches for."""
-    for error in run_ranks(2, between_micro_batches, kind, errors=True):
-        assert isinstance(error, OptionError)
-        assert "skip_on() has ended between the micro-batches of a step" in str(error)
-
-
-def goes_on(rank):
+@on_ranks(2, raises=PeerError, says=("rank 1 leaves out its batch", "inside accumulate() or no_sync()"))
+def test_a_step_over_several_batches_has_to_leave_out_one_inside_of_accumulate(rank):
     """Outside of `accumulate` a rank leaves out its batch, and goes on with the rest of the step."""
     model = lockstep.replicate(network(), process_group=rank.group)
     for number in lockstep.batches(range(4), model):
@@ -257,14 +254,8 @@ def goes_on(rank):
             lockstep.loop.skip_batch(model)
 
 
-def test_a_step_over_several_batches_has_to_leave_out_one_inside_of_accumulate():
-    for error in run_ranks(2, goes_on, errors=True):
-        assert isinstance(error, PeerError)
-        assert "rank 1 leaves out its batch" in str(error)
-        assert "inside accumulate() or no_sync()" in str(error)
-
-
-def keeps_its_iterator(rank):
+@on_ranks(2)
+def test_a_new_loop_after_an_error_in_one_that_is_kept(rank):
     """A loop that an error has left is over, although its iterator is still there."""
     model = lockstep.replicate(network(), process_group=rank.group)
     kept, found = [], []
@@ -278,8 +269,4 @@ def keeps_its_iterator(rank):
             found.append("over")
         except PeerError:
             found.append("PeerError")
-    return found
-
-
-def test_a_new_loop_after_an_error_in_one_that_is_kept():
-    assert run_ranks(2, keeps_its_iterator) == [["PeerError", "over", "over"]] * 2
+    assert found == ["PeerError", "over", "over"]

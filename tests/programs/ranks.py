@@ -15,22 +15,31 @@ from small_modules import one_weight
 from threaded import run_ranks
 
 
-def on_ranks(world, *parameters, **options):
+def on_ranks(world, *parameters, raises=None, says=(), **options):
     """The test is called on each of so many ranks, with the rank before its own arguments.
 
-    `options` are those of `run_ranks`. `parameters` names some of them that the test is parametrized with instead.
+    `options` are those of `run_ranks`. `parameters` names some of them that the test is parametrized with instead, and
+    gets as well if it asks for them. Without `world` there are as many ranks as `hosts` has letters. With `raises` each
+    rank is to end with that error, whose message has what it `says`, one text or several.
     """
     options = {"world": world, **options}
+    texts = [says] if isinstance(says, str) else says
 
     def decorate(function):
         _, *arguments = inspect.signature(function).parameters.values()
+        own = [argument.name for argument in arguments]
 
         @functools.wraps(function)
         def test(**given):
-            chosen = options | {name: given.pop(name) for name in parameters}
-            run_ranks(chosen.pop("world"), lambda rank: function(rank, **given), **chosen)
+            chosen = options | {name: given[name] for name in parameters}
+            count, kept = chosen.pop("world") or len(chosen["hosts"]), {name: given[name] for name in own}
+            ended = run_ranks(count, lambda rank: function(rank, **kept), errors=raises is not None, **chosen)
+            for error in ended if raises else ():
+                assert isinstance(error, raises), error
+                assert all(text in str(error) for text in texts), error
 
-        for_ranks = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in parameters]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        for_ranks = [inspect.Parameter(name, kind) for name in parameters if name not in own]
         test.__signature__ = inspect.Signature([*for_ranks, *arguments])
         return test
 
