@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 import lockstep
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError
+from programs.ranks import on_ranks
 from threaded import count_collectives, run_ranks
 
 
@@ -207,26 +208,23 @@ def test_a_layer_that_changes_before_it_has_been_used(way):
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize("first", ["replicated", "put in"])
-def test_a_replicated_part_that_comes_later_keeps_its_own_parameters(first, hosts):
+@on_ranks(2, "hosts")
+def test_a_replicated_part_that_comes_later_keeps_its_own_parameters(rank, first):
     """Put into a replicated module, before it is replicated or afterwards, it synchronises what is new in it itself."""
-
-    def work(rank):
-        whole = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
-        part = nn.Sequential(linear())
-        if first == "put in":
-            whole.append(part)
-        lockstep.replicate(part, process_group=rank.group)
-        if first == "replicated":
-            whole.append(part)
-        found = []
-        for change in (lambda: None, lambda: part.append(linear()), lambda: assign_a_checkpoint(part)):
-            change()
-            whole.zero_grad()
-            whole(rows(rank)).sum().backward()
-            found.append(grads(whole))
-        return found
-
-    assert run_ranks(2, work, hosts=hosts) == [[[[1.5]] * 2, [[1.5]] * 3, [[1.5]] * 3]] * 2
+    whole = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
+    part = nn.Sequential(linear())
+    if first == "put in":
+        whole.append(part)
+    lockstep.replicate(part, process_group=rank.group)
+    if first == "replicated":
+        whole.append(part)
+    found = []
+    for change in (lambda: None, lambda: part.append(linear()), lambda: assign_a_checkpoint(part)):
+        change()
+        whole.zero_grad()
+        whole(rows(rank)).sum().backward()
+        found.append(grads(whole))
+    assert found == [[[1.5]] * 2, [[1.5]] * 3, [[1.5]] * 3]
 
 
 MOVES = {
@@ -240,44 +238,37 @@ MOVES = {
 @pytest.mark.parametrize("weight", ["as it was", "new"])
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("first", ["source", "target"])
-def test_a_layer_that_moves_between_replicated_modules(first, move, weight, way):
+@on_ranks(2)
+def test_a_layer_that_moves_between_replicated_modules(rank, first, move, weight, way):
     """It is synchronised by the one that has it, whichever was replicated first, and once: batches have weights."""
-
-    def work(rank):
-        source, target = two_layers(), nn.Sequential(linear())
-        for module in (source, target) if first == "source" else (target, source):
-            lockstep.replicate(module, process_group=rank.group)
-        (source(rows(rank)) + target(rows(rank))).sum().backward()
-        layer = source[1]
-        MOVES[move](source, target, layer)
-        found = []
-        for _ in range(3):
-            if weight == "new":
-                layer.weight = nn.Parameter(torch.ones(1, 1))
-            source.zero_grad()
-            target.zero_grad()
-            with lockstep.accumulate(source, weight=rank.rank + 3), lockstep.accumulate(target, weight=rank.rank + 3):
-                sum(output(module, rows(rank), way).sum() for module in (source, target)).backward()
-            found.append([p.grad.item() for p in (*source.parameters(), *target.parameters())])
-        return found
-
-    for found in run_ranks(2, work):
-        assert found == [pytest.approx([3 / 7] * 3)] * 3
+    source, target = two_layers(), nn.Sequential(linear())
+    for module in (source, target) if first == "source" else (target, source):
+        lockstep.replicate(module, process_group=rank.group)
+    (source(rows(rank)) + target(rows(rank))).sum().backward()
+    layer = source[1]
+    MOVES[move](source, target, layer)
+    found = []
+    for _ in range(3):
+        if weight == "new":
+            layer.weight = nn.Parameter(torch.ones(1, 1))
+        source.zero_grad()
+        target.zero_grad()
+        with lockstep.accumulate(source, weight=rank.rank + 3), lockstep.accumulate(target, weight=rank.rank + 3):
+            sum(output(module, rows(rank), way).sum() for module in (source, target)).backward()
+        found.append([p.grad.item() for p in (*source.parameters(), *target.parameters())])
+    assert found == [pytest.approx([3 / 7] * 3)] * 3
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_layer_that_has_moved_and_changed_is_synchronised_when_it_is_used_alone(move):
+@on_ranks(2)
+def test_a_layer_that_has_moved_and_changed_is_synchronised_when_it_is_used_alone(rank, move):
     """Its new weight is all that gets a gradient, so nothing else can notice it."""
-
-    def work(rank):
-        source, target = (lockstep.replicate(nn.Sequential(linear()), process_group=rank.group) for _ in range(2))
-        layer = source[0]
-        MOVES[move](source, target, layer)
-        layer.weight = nn.Parameter(torch.ones(1, 1))
-        layer(rows(rank)).sum().backward()
-        return grads(layer)
-
-    assert run_ranks(2, work) == [[[1.5]]] * 2
+    source, target = (lockstep.replicate(nn.Sequential(linear()), process_group=rank.group) for _ in range(2))
+    layer = source[0]
+    MOVES[move](source, target, layer)
+    layer.weight = nn.Parameter(torch.ones(1, 1))
+    layer(rows(rank)).sum().backward()
+    assert grads(layer) == [[1.5]]
 
 
 def test_a_replicated_part_lets_go_of_the_whole_that_it_was_in():
@@ -382,20 +373,18 @@ def test_a_change_on_one_rank_is_an_error_on_every_rank_until_it_is_undone(chang
         assert word in first[0]
 
 
-def test_ranks_go_on_when_a_lone_change_has_been_undone():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        if rank.rank == 1:
-            net.append(linear())
-        with pytest.raises(AgreementError, match=r"rank 1 has parameter 2\.weight"):
-            net(rows(rank)).sum().backward()
-        if rank.rank == 1:
-            del net[2]
-        net.zero_grad()
+@on_ranks(2)
+def test_ranks_go_on_when_a_lone_change_has_been_undone(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    if rank.rank == 1:
+        net.append(linear())
+    with pytest.raises(AgreementError, match=r"rank 1 has parameter 2\.weight"):
         net(rows(rank)).sum().backward()
-        return grads(net)
-
-    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+    if rank.rank == 1:
+        del net[2]
+    net.zero_grad()
+    net(rows(rank)).sum().backward()
+    assert grads(net) == [[1.5], [1.5]]
 
 
 def test_a_new_parameter_with_other_values_on_some_rank_is_an_error_on_every_rank():
@@ -417,64 +406,57 @@ def test_a_new_parameter_with_other_values_on_some_rank_is_an_error_on_every_ran
     assert first[1] == [[1.5], [1.5]]
 
 
-def test_values_that_differ_are_not_compared_without_init_sync():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group, init_sync=False)
-        net(rows(rank)).sum().backward()
-        net[1] = linear(rank.rank + 1.0)
-        net.zero_grad()
-        net(rows(rank)).sum().backward()
-        return grads(net)[1]
-
-    assert run_ranks(2, call) == [[1.5]] * 2
+@on_ranks(2)
+def test_values_that_differ_are_not_compared_without_init_sync(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group, init_sync=False)
+    net(rows(rank)).sum().backward()
+    net[1] = linear(rank.rank + 1.0)
+    net.zero_grad()
+    net(rows(rank)).sum().backward()
+    assert grads(net)[1] == [1.5]
 
 
 # ------------------------------------------------------------------------------------------- all around
 
 
-def test_hooks_of_a_new_parameter_see_the_mean():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
+@on_ranks(2)
+def test_hooks_of_a_new_parameter_see_the_mean(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net(rows(rank)).sum().backward()
+    net[1] = linear()
+    seen = []
+    for _ in range(2):
+        net.zero_grad()
+        if not seen:
+            net[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
         net(rows(rank)).sum().backward()
-        net[1] = linear()
-        seen = []
-        for _ in range(2):
-            net.zero_grad()
-            if not seen:
-                net[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
-            net(rows(rank)).sum().backward()
-        return seen
-
-    assert run_ranks(2, call) == [[1.5, 1.5]] * 2
+    assert seen == [1.5, 1.5]
 
 
-def test_hooks_of_a_parameter_that_was_removed_go_on():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        layer, seen = net[1], []
-        layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
-        del net[1]
+@on_ranks(2)
+def test_hooks_of_a_parameter_that_was_removed_go_on(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    layer, seen = net[1], []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+    del net[1]
+    net(rows(rank)).sum().backward()
+    layer(rows(rank)).sum().backward()
+    assert seen == [[1.0], [2.0]][rank.rank]
+
+
+@on_ranks(2)
+def test_gradients_that_have_piled_up_count_when_a_parameter_is_added_meanwhile(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    with net.no_sync():
         net(rows(rank)).sum().backward()
-        layer(rows(rank)).sum().backward()
-        return seen
-
-    assert run_ranks(2, call) == [[1.0], [2.0]]
-
-
-def test_gradients_that_have_piled_up_count_when_a_parameter_is_added_meanwhile():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        with net.no_sync():
-            net(rows(rank)).sum().backward()
-            net.append(linear())
-            net(rows(rank)).sum().backward()
+        net.append(linear())
         net(rows(rank)).sum().backward()
-        return grads(net)
+    net(rows(rank)).sum().backward()
+    assert grads(net) == [[4.5], [4.5], [3.0]]
 
-    assert run_ranks(2, call) == [[[4.5], [4.5], [3.0]]] * 2
 
-
-def test_a_new_parameter_that_only_one_rank_uses():
+@on_ranks(2)
+def test_a_new_parameter_that_only_one_rank_uses(rank):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -484,20 +466,18 @@ def test_a_new_parameter_that_only_one_rank_uses():
         def forward(self, x, more):
             return self.second(self.first(x)) if more else self.first(x)
 
-    def call(rank):
-        net = lockstep.replicate(Net(), process_group=rank.group)
-        net.second = linear()
-        seen = []
-        for more in (rank.rank == 1, False):
-            net.zero_grad()
-            net(rows(rank), more).sum().backward()
-            seen.append(grads(net))
-        return seen
-
-    assert run_ranks(2, call) == [[[[1.5], [1.0]], [[1.5], None]]] * 2
+    net = lockstep.replicate(Net(), process_group=rank.group)
+    net.second = linear()
+    seen = []
+    for more in (rank.rank == 1, False):
+        net.zero_grad()
+        net(rows(rank), more).sum().backward()
+        seen.append(grads(net))
+    assert seen == [[[1.5], [1.0]], [[1.5], None]]
 
 
-def test_a_layer_made_in_the_first_forward():
+@on_ranks(2)
+def test_a_layer_made_in_the_first_forward(rank):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -508,35 +488,29 @@ def test_a_layer_made_in_the_first_forward():
                 self.second = linear()
             return self.second(self.first(x))
 
-    def call(rank):
-        net = lockstep.replicate(Net(), process_group=rank.group)
-        net(rows(rank)).sum().backward()
-        return grads(net)
-
-    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+    net = lockstep.replicate(Net(), process_group=rank.group)
+    net(rows(rank)).sum().backward()
+    assert grads(net) == [[1.5], [1.5]]
 
 
-def test_another_dtype_of_a_new_parameter():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        net[1] = linear().double()
-        net[1](net[0](rows(rank)).double()).sum().backward()
-        return grads(net), net[1].weight.grad.dtype
-
-    assert run_ranks(2, call) == [([[1.5], [1.5]], torch.float64)] * 2
+@on_ranks(2)
+def test_another_dtype_of_a_new_parameter(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net[1] = linear().double()
+    net[1](net[0](rows(rank)).double()).sum().backward()
+    assert (grads(net), net[1].weight.grad.dtype) == ([[1.5], [1.5]], torch.float64)
 
 
-def test_parameters_lent_by_functional_call_are_no_change():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        net(rows(rank)).sum().backward()
-        net.zero_grad()
-        lent = {name: (2 * p.detach()).requires_grad_() for name, p in net.named_parameters()}
-        with count_collectives(rank) as sent:
-            functional_call(net, lent, (rows(rank),)).sum().backward()
-        return len(sent), grads(net), [lent[name].grad.item() for name in lent]
-
-    assert run_ranks(2, call) == [(0, [None, None], [2.0 * n, 2.0 * n]) for n in (1, 2)]
+@on_ranks(2)
+def test_parameters_lent_by_functional_call_are_no_change(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net(rows(rank)).sum().backward()
+    net.zero_grad()
+    lent = {name: (2 * p.detach()).requires_grad_() for name, p in net.named_parameters()}
+    with count_collectives(rank) as sent:
+        functional_call(net, lent, (rows(rank),)).sum().backward()
+    n = (1, 2)[rank.rank]
+    assert (len(sent), grads(net), [lent[name].grad.item() for name in lent]) == (0, [None, None], [2.0 * n, 2.0 * n])
 
 
 @pytest.mark.parametrize("puts_back", [True, False])
@@ -564,17 +538,15 @@ def test_parameters_that_an_inner_step_replaces(puts_back):
 
 
 @pytest.mark.parametrize("weight", [None, 1.0])
-def test_a_parameter_that_was_in_the_module_for_a_moment(weight):
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        layer = linear()
-        net.append(layer)
-        del net[2]
-        with count_collectives(rank) as sent, lockstep.accumulate(net, weight=weight):
-            layer(rows(rank)).sum().backward()
-        return len(sent), layer.weight.grad.item()
-
-    assert run_ranks(2, call) == [(0, 1.0), (0, 2.0)]
+@on_ranks(2)
+def test_a_parameter_that_was_in_the_module_for_a_moment(rank, weight):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    layer = linear()
+    net.append(layer)
+    del net[2]
+    with count_collectives(rank) as sent, lockstep.accumulate(net, weight=weight):
+        layer(rows(rank)).sum().backward()
+    assert (len(sent), layer.weight.grad.item()) == [(0, 1.0), (0, 2.0)][rank.rank]
 
 
 def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change():
@@ -598,64 +570,55 @@ def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change()
 # ------------------------------------------------------------------------------------------- wholes that are dropped
 
 
-def test_the_earlier_wrapper_of_a_module_with_other_weights_is_replaced():
-    def call(rank):
-        module = two_layers()
-        first = lockstep.DistributedDataParallel(module, process_group=rank.group)
-        module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
-        second = lockstep.DistributedDataParallel(module, process_group=rank.group)
-        assert len(list(scheduler_of(rank.group).modules)) == 1
-        second(rows(rank)).sum().backward()
-        with pytest.raises(NotReplicableError, match="replicated or wrapped once more"), first.no_sync():
-            pass
-        return grads(module)
-
-    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+@on_ranks(2)
+def test_the_earlier_wrapper_of_a_module_with_other_weights_is_replaced(rank):
+    module = two_layers()
+    first = lockstep.DistributedDataParallel(module, process_group=rank.group)
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    second = lockstep.DistributedDataParallel(module, process_group=rank.group)
+    assert len(list(scheduler_of(rank.group).modules)) == 1
+    second(rows(rank)).sum().backward()
+    with pytest.raises(NotReplicableError, match="replicated or wrapped once more"), first.no_sync():
+        pass
+    assert grads(module) == [[1.5], [1.5]]
 
 
-def test_a_module_is_synchronised_and_watched_when_its_wrapper_is_dropped():
-    def call(rank):
-        net = lockstep.DistributedDataParallel(two_layers(), process_group=rank.group).module
-        gc.collect()
-        net[1] = linear()
-        net(rows(rank)).sum().backward()
-        return grads(net)
-
-    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+@on_ranks(2)
+def test_a_module_is_synchronised_and_watched_when_its_wrapper_is_dropped(rank):
+    net = lockstep.DistributedDataParallel(two_layers(), process_group=rank.group).module
+    gc.collect()
+    net[1] = linear()
+    net(rows(rank)).sum().backward()
+    assert grads(net) == [[1.5], [1.5]]
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["replicated", "wrapped"])
-def test_a_part_that_has_outlived_its_module_raises_until_it_is_replicated_itself(wrapped):
-    def call(rank):
-        make = lockstep.DistributedDataParallel if wrapped else lockstep.replicate
-        whole = make(two_layers(), process_group=rank.group)
-        part = (whole.module if wrapped else whole)[0]
-        del whole
-        gc.collect()
-        with pytest.raises(NotReplicableError, match=r"parameter 0\.weight got a gradient, but the module that was"):
-            part(rows(rank)).sum().backward()
-        part.zero_grad()
-        alone, together = copy.deepcopy(part), lockstep.replicate(part, process_group=rank.group)
-        for each in (alone, together):
-            each(rows(rank)).sum().backward()
-        return grads(alone) + grads(together)
-
-    assert run_ranks(2, call) == [[[1.0], [1.5]], [[2.0], [1.5]]]
+@on_ranks(2)
+def test_a_part_that_has_outlived_its_module_raises_until_it_is_replicated_itself(rank, wrapped):
+    make = lockstep.DistributedDataParallel if wrapped else lockstep.replicate
+    whole = make(two_layers(), process_group=rank.group)
+    part = (whole.module if wrapped else whole)[0]
+    del whole
+    gc.collect()
+    with pytest.raises(NotReplicableError, match=r"parameter 0\.weight got a gradient, but the module that was"):
+        part(rows(rank)).sum().backward()
+    part.zero_grad()
+    alone, together = copy.deepcopy(part), lockstep.replicate(part, process_group=rank.group)
+    for each in (alone, together):
+        each(rows(rank)).sum().backward()
+    assert grads(alone) + grads(together) == [[[1.0], [1.5]], [[2.0], [1.5]]][rank.rank]
 
 
-def test_a_part_of_a_module_that_a_wrapper_has_lost_raises_on_all_ranks():
+@on_ranks(2)
+def test_a_part_of_a_module_that_a_wrapper_has_lost_raises_on_all_ranks(rank):
     """The wrapper keeps the reducer, which has no module any more on one rank."""
-
-    def call(rank):
-        wrapper = lockstep.DistributedDataParallel(two_layers(), process_group=rank.group)
-        net = wrapper.module
-        if rank.rank:
-            wrapper.module, net = None, net[0]
-        gc.collect()
-        with pytest.raises(AgreementError, match=r"rank 1.*the module that was replicated does not exist any more"):
-            net(rows(rank)).sum().backward()
-
-    run_ranks(2, call)
+    wrapper = lockstep.DistributedDataParallel(two_layers(), process_group=rank.group)
+    net = wrapper.module
+    if rank.rank:
+        wrapper.module, net = None, net[0]
+    gc.collect()
+    with pytest.raises(AgreementError, match=r"rank 1.*the module that was replicated does not exist any more"):
+        net(rows(rank)).sum().backward()
 
 
 # ------------------------------------------------------------------------------------------- replicated once more
@@ -671,66 +634,63 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("first", "second", "inside"), WAYS.values(), ids=WAYS)
-def test_the_last_replication_replaces_the_first(first, second, inside):
-    def call(rank):
-        net = two_layers()
-        earlier = first(net, process_group=rank.group)
-        later = second(net if inside else earlier, process_group=rank.group)
-        with later.no_sync():
-            later(rows(rank)).sum().backward()
-        local = grads(net)
-        with count_collectives(rank) as sent:
-            later(rows(rank)).sum().backward()
-        with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
-            earlier.no_sync().__enter__() if later is not earlier else first.no_sync(earlier).__enter__()
-        return local[0], grads(net), {each.name for each in sent} <= {"all_reduce", "broadcast", "all_gather"}
+@on_ranks(2)
+def test_the_last_replication_replaces_the_first(rank, first, second, inside):
+    net = two_layers()
+    earlier = first(net, process_group=rank.group)
+    later = second(net if inside else earlier, process_group=rank.group)
+    with later.no_sync():
+        later(rows(rank)).sum().backward()
+    local = grads(net)
+    with count_collectives(rank) as sent:
+        later(rows(rank)).sum().backward()
+    with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
+        earlier.no_sync().__enter__() if later is not earlier else first.no_sync(earlier).__enter__()
+    n = (1.0, 2.0)[rank.rank]
+    assert (local[0], grads(net), {each.name for each in sent} <= {"all_reduce", "broadcast", "all_gather"}) == (
+        [n],
+        [[3.0], [3.0]],
+        True,
+    )
 
-    assert run_ranks(2, call) == [([n], [[3.0], [3.0]], True) for n in (1.0, 2.0)]
 
-
-def test_what_an_earlier_replication_has_lost_does_not_keep_it():
+@on_ranks(2)
+def test_what_an_earlier_replication_has_lost_does_not_keep_it(rank):
     """Its layer is replaced before the module is wrapped again; then both ranks use another part of what is new."""
-
-    def call(rank):
-        net = two_layers()
-        earlier = lockstep.DistributedDataParallel(net, process_group=rank.group)
-        net[1] = linear()
-        lockstep.DistributedDataParallel(net, process_group=rank.group)
-        with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
-            earlier.no_sync().__enter__()
-        with pytest.raises(NotReplicableError, match=r"register_comm_hook\(\).* once more"):
-            earlier.register_comm_hook(None, default_hooks.allreduce_hook)
-        net.append(linear())
-        net[2 * rank.rank](rows(rank)).sum().backward()
-        return grads(net)
-
-    assert run_ranks(2, call) == [[[0.5], None, [1.0]]] * 2
+    net = two_layers()
+    earlier = lockstep.DistributedDataParallel(net, process_group=rank.group)
+    net[1] = linear()
+    lockstep.DistributedDataParallel(net, process_group=rank.group)
+    with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
+        earlier.no_sync().__enter__()
+    with pytest.raises(NotReplicableError, match=r"register_comm_hook\(\).* once more"):
+        earlier.register_comm_hook(None, default_hooks.allreduce_hook)
+    net.append(linear())
+    net[2 * rank.rank](rows(rank)).sum().backward()
+    assert grads(net) == [[0.5], None, [1.0]]
 
 
-def test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        net.forward = net[0].forward
-        net.register_buffer("new", torch.full((1,), float(rank.rank)))
-        (net(rows(rank)) + net[1](rows(rank))).sum().backward()  # what was called last is gone through first
-        return net.new.item()
-
-    assert run_ranks(2, call) == [0.0, 0.0]
+@on_ranks(2)
+def test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net.forward = net[0].forward
+    net.register_buffer("new", torch.full((1,), float(rank.rank)))
+    (net(rows(rank)) + net[1](rows(rank))).sum().backward()  # what was called last is gone through first
+    assert net.new.item() == 0.0
 
 
-def test_a_list_of_modules_is_still_watched_when_one_has_been_deleted():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        net.append(linear())
-        del net[-1]
-        net[1] = linear()
-        net(rows(rank)).sum().backward()
-        return grads(net)
-
-    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+@on_ranks(2)
+def test_a_list_of_modules_is_still_watched_when_one_has_been_deleted(rank):
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net.append(linear())
+    del net[-1]
+    net[1] = linear()
+    net(rows(rank)).sum().backward()
+    assert grads(net) == [[1.5], [1.5]]
 
 
-def turn_up_together(rank):
+@on_ranks(2)
+def test_a_new_layer_and_one_that_is_used_for_the_first_time_have_their_own_gradients(rank):
     """A new layer where one was that has not been used so far, and that is used again now."""
     net = lockstep.replicate(two_layers(), process_group=rank.group)
     for _ in range(2):
@@ -738,14 +698,12 @@ def turn_up_together(rank):
     net.insert(1, linear())
     net.zero_grad()
     sum(number * layer(rows(rank)).sum() for number, layer in enumerate(net, 1)).backward()
-    return grads(net)
+    assert grads(net) == [[1.5], [3.0], [4.5]]
 
 
-def test_a_new_layer_and_one_that_is_used_for_the_first_time_have_their_own_gradients():
-    assert run_ranks(2, turn_up_together) == [[[1.5], [3.0], [4.5]]] * 2
-
-
-def frozen_on_one_rank(rank):
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@on_ranks(2, "hosts")
+def test_a_layer_that_one_rank_has_frozen_when_another_is_replaced(rank):
     """A layer that one rank has frozen, when another is replaced: plans begin with what is trained."""
     net = lockstep.replicate(two_layers(), process_group=rank.group)
     net(rows(rank)).sum().backward()
@@ -756,10 +714,4 @@ def frozen_on_one_rank(rank):
         net.zero_grad()
         net(rows(rank)).sum().backward()
         seen.append(grads(net))
-    return seen
-
-
-@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_a_layer_that_one_rank_has_frozen_when_another_is_replaced(hosts):
-    for seen in run_ranks(2, frozen_on_one_rank, hosts=hosts):
-        assert seen == [[[1.5], [0.5]]] * 3
+    assert seen == [[[1.5], [0.5]]] * 3

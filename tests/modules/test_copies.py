@@ -17,6 +17,7 @@ from torch import nn
 import lockstep
 from lockstep.distributed import Replicated
 from lockstep.distributed.replication.replication import find_replication
+from programs.ranks import on_ranks
 from threaded import count_collectives, run_ranks
 
 
@@ -101,46 +102,39 @@ def check_live(rank, module):
 
 @ways
 @pytest.mark.parametrize("kind", [Net, Slow])
-def test_a_copy_is_plain(way, kind):
-    def check(rank):
-        module = lockstep.replicate(kind(), process_group=rank.group)
-        module(torch.ones(2, 2)).sum().backward()
-        copied = WAYS[way](module)
-        check_plain(rank, module, copied, kind)
-        check_live(rank, module)
-        again = lockstep.replicate(copied, process_group=rank.group)
-        assert isinstance(again, kind)
-        check_live(rank, again)
-
-    run_ranks(2, check)
+@on_ranks(2)
+def test_a_copy_is_plain(rank, way, kind):
+    module = lockstep.replicate(kind(), process_group=rank.group)
+    module(torch.ones(2, 2)).sum().backward()
+    copied = WAYS[way](module)
+    check_plain(rank, module, copied, kind)
+    check_live(rank, module)
+    again = lockstep.replicate(copied, process_group=rank.group)
+    assert isinstance(again, kind)
+    check_live(rank, again)
 
 
 @ways
-def test_a_copy_of_what_holds_a_replicated_module(way):
-    def check(rank):
-        child = lockstep.replicate(Net(), process_group=rank.group)
-        holder = nn.ModuleDict({"child": child, "other": nn.Linear(2, 2)})
-        copied = WAYS[way](holder)
-        assert type(copied) is nn.ModuleDict
-        check_plain(rank, child, copied["child"], Net)
-        check_live(rank, child)
-        parent = lockstep.replicate(nn.ModuleList([Net()]), process_group=rank.group)
-        check_plain(rank, parent[0], WAYS[way](parent)[0], Net)
-
-    run_ranks(2, check)
+@on_ranks(2)
+def test_a_copy_of_what_holds_a_replicated_module(rank, way):
+    child = lockstep.replicate(Net(), process_group=rank.group)
+    holder = nn.ModuleDict({"child": child, "other": nn.Linear(2, 2)})
+    copied = WAYS[way](holder)
+    assert type(copied) is nn.ModuleDict
+    check_plain(rank, child, copied["child"], Net)
+    check_live(rank, child)
+    parent = lockstep.replicate(nn.ModuleList([Net()]), process_group=rank.group)
+    check_plain(rank, parent[0], WAYS[way](parent)[0], Net)
 
 
-def check_shallow(rank):
+@on_ranks(2)
+def test_shallow_copies(rank):
     """copy.copy shares everything; it is no module of its own, and must not harm the first one."""
     module = lockstep.replicate(Net(), process_group=rank.group)
     copied = copy.copy(module)
     assert type(copied) is Net
     assert copied.first is module.first
     check_live(rank, module)
-
-
-def test_shallow_copies():
-    run_ranks(2, check_shallow)
 
 
 class ByDict(Net):
@@ -153,7 +147,8 @@ class ByDict(Net):
         return copied
 
 
-def check_by_dict(rank):
+@on_ranks(2)
+def test_copies_that_take_our_hooks_along(rank):
     module = lockstep.replicate(ByDict(), process_group=rank.group)
     copied = copy.deepcopy(module)
     assert type(copied) is type(module) is ByDict
@@ -165,11 +160,8 @@ def check_by_dict(rank):
     check_live(rank, module)
 
 
-def test_copies_that_take_our_hooks_along():
-    run_ranks(2, check_by_dict)
-
-
-def check_wrapper(rank):
+@on_ranks(2)
+def test_copies_of_wrappers(rank):
     wrapper = lockstep.DistributedDataParallel(Net(), process_group=rank.group)
     copied = copy.deepcopy(wrapper)
     assert type(copied) is lockstep.DistributedDataParallel
@@ -184,11 +176,8 @@ def check_wrapper(rank):
     assert not loaded.first.weight._post_accumulate_grad_hooks
 
 
-def test_copies_of_wrappers():
-    run_ranks(2, check_wrapper)
-
-
-def check_state(rank):
+@on_ranks(2)
+def test_checkpoints(rank):
     """state_dict keys are those of the plain module; a wrapper's are behind `module.`, and either can be loaded."""
     plain, module = Net(), lockstep.replicate(Net(), process_group=rank.group)
     assert list(module.state_dict()) == list(plain.state_dict())
@@ -202,60 +191,42 @@ def check_state(rank):
         assert torch.equal(wrapper.module.first.weight, plain.first.weight)
 
 
-def test_checkpoints():
-    run_ranks(2, check_state)
+@on_ranks(2)
+def test_classes_and_attributes(rank):
+    module = Net()
+    names = dir(module), list(vars(module))
+    assert not isinstance(module, Replicated)
+    assert lockstep.replicate(module, process_group=rank.group) is module
+    assert type(module) is Net
+    assert isinstance(module, Replicated)
+    assert not isinstance(module.first, Replicated)
+    assert not isinstance(lockstep.DistributedDataParallel(Net(), process_group=rank.group), Replicated)
+    assert (dir(module), list(vars(module))) == names
+    assert len(vars(module)) == len(names[1])
+    assert "no_sync" not in {**vars(module)}
+    assert "no_sync" not in dict(vars(module))
+    assert "no_sync" not in repr(vars(module))
+    assert [name for name, _ in vars(module).items()] == names[1]
+    module.new, module.no_sync = 3, 4  # the program's own
+    assert list(vars(module)) == [*names[1], "no_sync", "new"]
+    assert (copy.deepcopy(module).new, copy.deepcopy(module).no_sync) == (3, 4)
+    del module.new, module.no_sync
+    assert list(vars(module)) == names[1]
+    assert weakref.ref(module)() is module
 
 
-def test_classes_and_attributes():
-    def check(rank):
-        module = Net()
-        names = dir(module), list(vars(module))
-        assert not isinstance(module, Replicated)
-        assert lockstep.replicate(module, process_group=rank.group) is module
-        assert type(module) is Net
-        assert isinstance(module, Replicated)
-        assert not isinstance(module.first, Replicated)
-        assert not isinstance(lockstep.DistributedDataParallel(Net(), process_group=rank.group), Replicated)
-        assert (dir(module), list(vars(module))) == names
-        assert len(vars(module)) == len(names[1])
-        assert "no_sync" not in {**vars(module)}
-        assert "no_sync" not in dict(vars(module))
-        assert "no_sync" not in repr(vars(module))
-        assert [name for name, _ in vars(module).items()] == names[1]
-        module.new, module.no_sync = 3, 4  # the program's own
-        assert list(vars(module)) == [*names[1], "no_sync", "new"]
-        assert (copy.deepcopy(module).new, copy.deepcopy(module).no_sync) == (3, 4)
-        del module.new, module.no_sync
-        assert list(vars(module)) == names[1]
-        return weakref.ref(module)() is module
-
-    assert run_ranks(2, check) == [True, True]
-
-
-def test_what_a_module_makes_of_its_own_class_is_plain():
-    def check(rank):
-        module = lockstep.replicate(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), process_group=rank.group)
-        part = module[:1]
-        assert not isinstance(part, Replicated)
-        assert not hasattr(part, "no_sync")
-        other = lockstep.replicate(nn.ModuleList([Net()]), process_group=rank.group)[:]
-        again = lockstep.replicate(other, process_group=rank.group)
-        assert isinstance(again, Replicated)
-
-    run_ranks(2, check)
+@on_ranks(2)
+def test_what_a_module_makes_of_its_own_class_is_plain(rank):
+    module = lockstep.replicate(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), process_group=rank.group)
+    part = module[:1]
+    assert not isinstance(part, Replicated)
+    assert not hasattr(part, "no_sync")
+    other = lockstep.replicate(nn.ModuleList([Net()]), process_group=rank.group)[:]
+    again = lockstep.replicate(other, process_group=rank.group)
+    assert isinstance(again, Replicated)
 
 
 # ------------------------------------------------------------------------------------------------ leaks
-
-
-def forget(rank, meeting, use):
-    """Uses a module, drops it, and returns weak references to all that must be gone while the group lives on."""
-    watched = use(rank)
-    meeting.wait()  # both ranks are done; then one thread collects
-    if rank.rank == 0:
-        gc.collect()
-    meeting.wait()
-    return [name for name, reference in watched.items() if reference() is not None]
 
 
 def watch(module):
@@ -324,7 +295,18 @@ def in_pairs(rank):
     ids=lambda each: each.__name__,
 )
 def test_nothing_is_left_of_a_module(use):
-    assert run_ranks(2, forget, threading.Barrier(2, timeout=60), use) == [[], []]
+    """A module is used and dropped, and all that must be gone is while the group lives on."""
+    meeting = threading.Barrier(2, timeout=60)
+
+    def forget(rank):
+        watched = use(rank)
+        meeting.wait()  # both ranks are done; then one thread collects
+        if rank.rank == 0:
+            gc.collect()
+        meeting.wait()
+        return [name for name, reference in watched.items() if reference() is not None]
+
+    assert run_ranks(2, forget) == [[], []]
 
 
 def use_a_group(rank):

@@ -20,6 +20,7 @@ from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.replication.replication import find_replication
 from lockstep.errors import AgreementError, CommunicationError, HookError, LockstepError
 from lockstep.shares.share_state import world_of
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 
@@ -215,37 +216,33 @@ def test_an_exception_at_any_place(way, failing, hosts, stride):
 
 
 @pytest.mark.parametrize("make", [by_replicate, by_wrapper, by_shares])
-def test_ranks_that_differ_can_try_again(make):
-    def call(rank):
-        module = Net()
-        module.extra = nn.Linear(1, 1 + rank.rank)
-        before = state(module, rank)
-        with pytest.raises(AgreementError, match="ranks differ in parameter extra"):
-            make(module, rank)
-        assert_same(before, state(module, rank), [])
-        del module.extra
-        model = make(module, rank)
-        if make is not by_shares:
-            check_means(module, rank)
-        return model is not None
-
-    assert run_ranks(2, call) == [True, True]
-
-
-def test_a_wrong_option_and_a_wrong_hook():
-    def call(rank):
-        module = Net()
-        before = state(module, rank)
-        for options in ({"bucket_cap": 3}, {"bucket_cap_mb": -1}, {"ignored_modules": 3}):
-            with pytest.raises((LockstepError, TypeError)):
-                by_replicate(module, rank, **options)
-            assert_same(before, state(module, rank), [])
-        by_replicate(module, rank)
-        with pytest.raises(HookError):
-            module.register_comm_hook(None, 3)
+@on_ranks(2)
+def test_ranks_that_differ_can_try_again(rank, make):
+    module = Net()
+    module.extra = nn.Linear(1, 1 + rank.rank)
+    before = state(module, rank)
+    with pytest.raises(AgreementError, match="ranks differ in parameter extra"):
+        make(module, rank)
+    assert_same(before, state(module, rank), [])
+    del module.extra
+    model = make(module, rank)
+    if make is not by_shares:
         check_means(module, rank)
+    assert model is not None
 
-    run_ranks(2, call)
+
+@on_ranks(2)
+def test_a_wrong_option_and_a_wrong_hook(rank):
+    module = Net()
+    before = state(module, rank)
+    for options in ({"bucket_cap": 3}, {"bucket_cap_mb": -1}, {"ignored_modules": 3}):
+        with pytest.raises((LockstepError, TypeError)):
+            by_replicate(module, rank, **options)
+        assert_same(before, state(module, rank), [])
+    by_replicate(module, rank)
+    with pytest.raises(HookError):
+        module.register_comm_hook(None, 3)
+    check_means(module, rank)
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
@@ -288,28 +285,26 @@ def test_a_failure_inside_of_a_collective(hosts, monkeypatch):
     run_ranks(2, call, hosts=hosts, group_timeout=0.5)
 
 
-def test_a_failure_of_a_second_module_leaves_the_first_alone():
-    def call(rank):
-        first = by_replicate(Net(), rank)
-        second = HookedNet()
-        before = state(first, rank), state(second, rank)
-        with contextlib.ExitStack() as stack:
-            if rank.rank == 1:
-                second.register_forward_hook = raises
-                stack.callback(vars(second).pop, "register_forward_hook")
-            with pytest.raises((Injected, AgreementError)):
-                by_replicate(second, rank)
-        assert_same(before[0], state(first, rank), [])
-        assert_same(before[1], state(second, rank), [])
-        with pytest.raises((Injected, AgreementError)):  # takes the parameters over
-            outer = nn.ModuleList([first])
-            by_wrapper(outer if rank.rank == 0 else nn.ModuleList([first, nn.Linear(1, 1)]), rank)
-        check_means(first, rank)
-        by_replicate(second, rank)
-        check_means(second, rank)
-        check_means(first, rank)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_failure_of_a_second_module_leaves_the_first_alone(rank):
+    first = by_replicate(Net(), rank)
+    second = HookedNet()
+    before = state(first, rank), state(second, rank)
+    with contextlib.ExitStack() as stack:
+        if rank.rank == 1:
+            second.register_forward_hook = raises
+            stack.callback(vars(second).pop, "register_forward_hook")
+        with pytest.raises((Injected, AgreementError)):
+            by_replicate(second, rank)
+    assert_same(before[0], state(first, rank), [])
+    assert_same(before[1], state(second, rank), [])
+    with pytest.raises((Injected, AgreementError)):  # takes the parameters over
+        outer = nn.ModuleList([first])
+        by_wrapper(outer if rank.rank == 0 else nn.ModuleList([first, nn.Linear(1, 1)]), rank)
+    check_means(first, rank)
+    by_replicate(second, rank)
+    check_means(second, rank)
+    check_means(first, rank)
 
 
 @pytest.mark.parametrize(
@@ -344,17 +339,15 @@ def raises(*args, **kwargs):
     raise Injected
 
 
-def test_a_module_that_fails_to_start_in_its_first_forward_can_start_later():
-    def call(rank):
-        module = by_replicate(nn.Sequential(nn.LazyLinear(2)), rank)
-        methods = sorted(name for name in ("no_sync", "register_comm_hook") if hasattr(module, name))
-        with torch.no_grad():
-            module(torch.ones(1, 2 + rank.rank))
-        with pytest.raises(AgreementError):
-            module(torch.ones(1, 2 + rank.rank))
-        assert not lockstep.replicate.state(module).ready
-        module[0] = nn.Linear(2, 2)
-        module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
-        return methods, module[0].weight.grad.tolist()
-
-    assert run_ranks(2, call) == [(["no_sync", "register_comm_hook"], [[1.5, 1.5]] * 2)] * 2
+@on_ranks(2)
+def test_a_module_that_fails_to_start_in_its_first_forward_can_start_later(rank):
+    module = by_replicate(nn.Sequential(nn.LazyLinear(2)), rank)
+    methods = sorted(name for name in ("no_sync", "register_comm_hook") if hasattr(module, name))
+    with torch.no_grad():
+        module(torch.ones(1, 2 + rank.rank))
+    with pytest.raises(AgreementError):
+        module(torch.ones(1, 2 + rank.rank))
+    assert not lockstep.replicate.state(module).ready
+    module[0] = nn.Linear(2, 2)
+    module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+    assert (methods, module[0].weight.grad.tolist()) == (["no_sync", "register_comm_hook"], [[1.5, 1.5]] * 2)

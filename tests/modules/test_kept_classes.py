@@ -16,6 +16,7 @@ from torch import fx, nn
 import lockstep
 from lockstep.distributed import Replicated
 from lockstep.errors import NotReplicableError
+from programs.ranks import on_ranks
 from threaded import count_collectives, run_ranks
 
 T = TypeVar("T")
@@ -203,16 +204,13 @@ def test_copies_and_pickles(kind):
     assert run_ranks(world, call) == [[[mean, mean]] * 2] * world
 
 
-def test_a_copy_that_was_changed_is_what_is_pickled():
+@on_ranks(1)
+def test_a_copy_that_was_changed_is_what_is_pickled(rank):
     """Not the module that it was copied from, which a method of the instance would know."""
-
-    def call(rank):
-        module = lockstep.replicate(Shallow(), process_group=rank.group)
-        copied = copy.copy(module)
-        copied.own = 3
-        return [way(copied).own for way in WAYS.values()]
-
-    assert run_ranks(1, call) == [[3] * len(WAYS)]
+    module = lockstep.replicate(Shallow(), process_group=rank.group)
+    copied = copy.copy(module)
+    copied.own = 3
+    assert [way(copied).own for way in WAYS.values()] == [3] * len(WAYS)
 
 
 def test_a_graph_module_that_is_edited_after_replicating():
@@ -240,18 +238,17 @@ class OwnMethods(Plain):
         return "its own"
 
 
-def test_a_module_keeps_methods_of_its_own():
-    def call(rank):
-        module = lockstep.replicate(OwnMethods(), process_group=rank.group)
-        assert module.no_sync() == "its own"
-        with Replicated.no_sync(module):
-            module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
-        local = module.layer.weight.grad.tolist()
-        module.set_requires_gradient_sync(requires_gradient_sync=True)
+@on_ranks(2)
+def test_a_module_keeps_methods_of_its_own(rank):
+    module = lockstep.replicate(OwnMethods(), process_group=rank.group)
+    assert module.no_sync() == "its own"
+    with Replicated.no_sync(module):
         module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
-        return local, module.layer.weight.grad.tolist()
-
-    assert run_ranks(2, call) == [([[n, n]] * 2, [[3.0, 3.0]] * 2) for n in (1.0, 2.0)]
+    local = module.layer.weight.grad.tolist()
+    module.set_requires_gradient_sync(requires_gradient_sync=True)
+    module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+    n = (1.0, 2.0)[rank.rank]
+    assert (local, module.layer.weight.grad.tolist()) == ([[n, n]] * 2, [[3.0, 3.0]] * 2)
 
 
 class Delegating(nn.Module):
@@ -268,70 +265,62 @@ class Delegating(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
-def test_methods_of_a_replicated_module_inside_are_not_taken_for_own_ones():
-    def call(rank):
-        inner = lockstep.replicate(Plain(), process_group=rank.group)
-        outer = lockstep.replicate(Delegating(inner), process_group=rank.group)
-        with outer.no_sync():
-            outer.own(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
-        return outer.own.weight.grad.tolist()
+@on_ranks(2)
+def test_methods_of_a_replicated_module_inside_are_not_taken_for_own_ones(rank):
+    inner = lockstep.replicate(Plain(), process_group=rank.group)
+    outer = lockstep.replicate(Delegating(inner), process_group=rank.group)
+    with outer.no_sync():
+        outer.own(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+    n = (1.0, 2.0)[rank.rank]
+    assert outer.own.weight.grad.tolist() == [[n, n]] * 2
 
-    assert run_ranks(2, call) == [[[n, n]] * 2 for n in (1.0, 2.0)]
 
-
-def test_handles_of_hooks_still_remove_them():
+@on_ranks(1)
+def test_handles_of_hooks_still_remove_them(rank):
     """Those registered before replicating, of every kind, and those that a copy has taken along."""
-
-    def call(rank):
-        module, ran = Plain(), []
-        module.handles = [
-            module.register_forward_hook(lambda *_: ran.append("forward")),
-            module.register_load_state_dict_post_hook(lambda *_: ran.append("load")),
-            module.register_state_dict_post_hook(lambda *_: ran.append("state")),
-        ]
-        lockstep.replicate(module, process_group=rank.group)
-        later = module.layer.register_state_dict_post_hook(lambda *_: ran.append("later"))
-        later.remove()
-        copies = [WAYS[way](module) for way in ("deepcopy", "deepcopy of a copy")]
-        for each in (*copies, module):
-            for handle in each.handles:
-                handle.remove()
-            each(torch.ones(1, 2))
-            each.load_state_dict(each.state_dict())
-        return ran
-
-    assert run_ranks(1, call) == [[]]
+    module, ran = Plain(), []
+    module.handles = [
+        module.register_forward_hook(lambda *_: ran.append("forward")),
+        module.register_load_state_dict_post_hook(lambda *_: ran.append("load")),
+        module.register_state_dict_post_hook(lambda *_: ran.append("state")),
+    ]
+    lockstep.replicate(module, process_group=rank.group)
+    later = module.layer.register_state_dict_post_hook(lambda *_: ran.append("later"))
+    later.remove()
+    copies = [WAYS[way](module) for way in ("deepcopy", "deepcopy of a copy")]
+    for each in (*copies, module):
+        for handle in each.handles:
+            handle.remove()
+        each(torch.ones(1, 2))
+        each.load_state_dict(each.state_dict())
+    assert ran == []
 
 
-def test_a_replicated_module_is_freed_without_a_search_for_garbage():
-    def call(rank):
-        module = lockstep.replicate(Plain(), process_group=rank.group)
-        link = weakref.ref(module)
-        del module
-        return link() is None
-
-    assert run_ranks(1, call) == [True]
+@on_ranks(1)
+def test_a_replicated_module_is_freed_without_a_search_for_garbage(rank):
+    module = lockstep.replicate(Plain(), process_group=rank.group)
+    link = weakref.ref(module)
+    del module
+    assert link() is None
 
 
-def test_tracing_exporting_and_compiling():
-    def call(rank):
-        x = torch.ones(1, 2)
-        module = lockstep.replicate(Plain(), process_group=rank.group)
-        expected = module(x)
-        others = [
-            fx.symbolic_trace(module),
-            torch.export.export(module, (x,)).module(),
-            torch.compile(module, backend="eager", fullgraph=True),
-            torch.optim.swa_utils.AveragedModel(module),
-            module._replicate_for_data_parallel(),
-        ]
-        assert isinstance(others[2], Replicated)
-        assert others[2].no_sync == module.no_sync
-        assert all(torch.equal(other(x), expected) for other in others[:-1])
-        assert not hasattr(others[-1], "no_sync")
-        assert torch.equal(torch.func.functional_call(module, dict(module.named_parameters()), (x,)), expected)
-
-    run_ranks(1, call)
+@on_ranks(1)
+def test_tracing_exporting_and_compiling(rank):
+    x = torch.ones(1, 2)
+    module = lockstep.replicate(Plain(), process_group=rank.group)
+    expected = module(x)
+    others = [
+        fx.symbolic_trace(module),
+        torch.export.export(module, (x,)).module(),
+        torch.compile(module, backend="eager", fullgraph=True),
+        torch.optim.swa_utils.AveragedModel(module),
+        module._replicate_for_data_parallel(),
+    ]
+    assert isinstance(others[2], Replicated)
+    assert others[2].no_sync == module.no_sync
+    assert all(torch.equal(other(x), expected) for other in others[:-1])
+    assert not hasattr(others[-1], "no_sync")
+    assert torch.equal(torch.func.functional_call(module, dict(module.named_parameters()), (x,)), expected)
 
 
 class Equal(Plain):
@@ -348,17 +337,19 @@ class Equal(Plain):
         raise RuntimeError("asked for")
 
 
-def test_modules_that_are_equal_are_replicated_each_for_itself():
-    def call(rank):
-        modules = Equal(), Equal(), Equal()
-        for module in modules[:2]:
-            lockstep.replicate(module, process_group=rank.group)
-            module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
-        states = {id(lockstep.replicate.state(module)._replication) for module in modules[:2]}
-        grads = [module.layer.weight.grad.tolist() for module in modules[:2]]
-        return [isinstance(module, Replicated) for module in modules], len(states), grads
-
-    assert run_ranks(2, call) == [([True, True, False], 2, [[[1.5, 1.5]] * 2] * 2)] * 2
+@on_ranks(2)
+def test_modules_that_are_equal_are_replicated_each_for_itself(rank):
+    modules = Equal(), Equal(), Equal()
+    for module in modules[:2]:
+        lockstep.replicate(module, process_group=rank.group)
+        module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+    states = {id(lockstep.replicate.state(module)._replication) for module in modules[:2]}
+    grads = [module.layer.weight.grad.tolist() for module in modules[:2]]
+    assert ([isinstance(module, Replicated) for module in modules], len(states), grads) == (
+        [True, True, False],
+        2,
+        [[[1.5, 1.5]] * 2] * 2,
+    )
 
 
 class WithoutTargets(nn.Linear):
@@ -375,7 +366,8 @@ class WithoutTargets(nn.Linear):
         return (each for _, each in self.named_parameters())
 
 
-def train_without_targets(rank):
+@on_ranks(2)
+def test_a_class_may_name_its_parameters_in_its_own_way(rank):
     torch.manual_seed(rank.rank)
     model = lockstep.replicate(WithoutTargets(2), process_group=rank.group)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -384,8 +376,4 @@ def train_without_targets(rank):
         model(torch.full((1, 2), float(rank.rank))).sum().backward()
         optimizer.step()
     lockstep.check_in_sync(model, optimizer)
-    return model.weight.grad.tolist()
-
-
-def test_a_class_may_name_its_parameters_in_its_own_way():
-    assert run_ranks(2, train_without_targets) == [[[0.5, 0.5], [0.5, 0.5]]] * 2
+    assert model.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5]]

@@ -9,6 +9,7 @@ from torch import nn
 import lockstep
 from lockstep._base.inner_tensors import as_bytes, inner_tensors
 from lockstep.errors import AgreementError, LockstepError, NotReplicableError
+from programs.ranks import on_ranks
 from tensor_classes import DTYPES, Marked, Opaque, Packed, Quantised, State
 from threaded import run_ranks
 
@@ -51,17 +52,15 @@ def trains(rank, net, **options):
 
 
 @GROUPS
-def test_frozen_parameters_and_buffers_of_every_dtype_are_rank_0s(hosts):
-    def call(rank):
-        number = 60 + rank.rank  # 0x3c: one half, or so, as float8, and an odd number elsewhere
-        of_each = [[filled(dtype, number, 2, 3) for dtype in DTYPES] for _ in range(2)]
-        net = trains(rank, Holder(*of_each))
-        lockstep.check_in_sync(net)
-        frozen = [each for each in net.parameters() if not each.requires_grad]
-        return [set(bytes_of(each).tolist()) for each in (*frozen, *net.buffers())]
-
+@on_ranks(2, "hosts")
+def test_frozen_parameters_and_buffers_of_every_dtype_are_rank_0s(rank):
     wanted = [{60 % 2 if dtype is torch.bool else 60} for dtype in DTYPES] * 2
-    assert run_ranks(2, call, hosts=hosts) == [wanted, wanted]
+    number = 60 + rank.rank  # 0x3c: one half, or so, as float8, and an odd number elsewhere
+    of_each = [[filled(dtype, number, 2, 3) for dtype in DTYPES] for _ in range(2)]
+    net = trains(rank, Holder(*of_each))
+    lockstep.check_in_sync(net)
+    frozen = [each for each in net.parameters() if not each.requires_grad]
+    assert [set(bytes_of(each).tolist()) for each in (*frozen, *net.buffers())] == wanted
 
 
 @GROUPS
@@ -92,7 +91,8 @@ def test_buffers_of_every_dtype_follow_their_policy(hosts, policy, elements):
 @GROUPS
 @pytest.mark.parametrize("kind", ["packed", "quantised", "coo", "csr", "marked"])
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_frozen_parameters_and_buffers_of_other_classes_are_sent_by_their_inner_tensors(hosts, kind):
+@on_ranks(2, "hosts")
+def test_frozen_parameters_and_buffers_of_other_classes_are_sent_by_their_inner_tensors(rank, kind):
     def make(number):
         values = torch.full((2, 2), number, dtype=torch.int8)
         eye = torch.eye(2) * number
@@ -104,55 +104,43 @@ def test_frozen_parameters_and_buffers_of_other_classes_are_sent_by_their_inner_
             "marked": lambda: Marked(eye, requires_grad=False),
         }[kind]()
 
-    def call(rank):
-        net = Holder([make(1 + rank.rank)], [make(1 + rank.rank)])
-        frozen, kinds = net.frozen0, [type(net.frozen0), type(net.buffer0)]
-        trains(rank, net)
-        assert net.frozen0 is frozen
-        for inner in inner_tensors(net.buffer0):
-            inner.mul_(1 + rank.rank) if inner.dtype not in (torch.int64, torch.int32) else None
-        net(torch.ones(1, 2)).sum().backward()
-        lockstep.check_in_sync(net)
-        assert [type(net.frozen0), type(net.buffer0)] == kinds
-        return [bytes_of(each).tolist() for each in (net.frozen0, net.buffer0)]
-
-    first, second = run_ranks(2, call, hosts=hosts)
-    assert first == second == [bytes_of(make(1)).tolist()] * 2
+    net = Holder([make(1 + rank.rank)], [make(1 + rank.rank)])
+    frozen, kinds = net.frozen0, [type(net.frozen0), type(net.buffer0)]
+    trains(rank, net)
+    assert net.frozen0 is frozen
+    for inner in inner_tensors(net.buffer0):
+        inner.mul_(1 + rank.rank) if inner.dtype not in (torch.int64, torch.int32) else None
+    net(torch.ones(1, 2)).sum().backward()
+    lockstep.check_in_sync(net)
+    assert [type(net.frozen0), type(net.buffer0)] == kinds
+    assert [bytes_of(each).tolist() for each in (net.frozen0, net.buffer0)] == [bytes_of(make(1)).tolist()] * 2
 
 
 @pytest.mark.parametrize("place", ["frozen", "buffers"])
-def test_a_class_that_hides_its_values_is_an_error_by_name_unless_it_is_left_out(place):
-    def call(rank):
-        net = Holder(**{place: [Opaque(torch.ones(2))]})
-        name = f"{place.removesuffix('s')}0"
-        with pytest.raises(LockstepError, match=rf"{name} .* Opaque .* ignored_modules"):
-            trains(rank, net)
-        trains(rank, Holder(**{place: [Opaque(torch.ones(2))]}), params_and_buffers_to_ignore=[name])
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_class_that_hides_its_values_is_an_error_by_name_unless_it_is_left_out(rank, place):
+    net = Holder(**{place: [Opaque(torch.ones(2))]})
+    name = f"{place.removesuffix('s')}0"
+    with pytest.raises(LockstepError, match=rf"{name} .* Opaque .* ignored_modules"):
+        trains(rank, net)
+    trains(rank, Holder(**{place: [Opaque(torch.ones(2))]}), params_and_buffers_to_ignore=[name])
 
 
-def test_a_trained_parameter_of_a_class_with_code_for_operations_is_an_error_on_every_rank():
-    def call(rank):
-        net = Holder(
-            [nn.Parameter(Packed(torch.ones(2, dtype=torch.int8), torch.ones(1)), requires_grad=rank.rank == 1)]
-        )
-        with pytest.raises(LockstepError, match=r"frozen0 is trained and a Packed, .*ignored_modules"):
-            trains(rank, net)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_trained_parameter_of_a_class_with_code_for_operations_is_an_error_on_every_rank(rank):
+    net = Holder([nn.Parameter(Packed(torch.ones(2, dtype=torch.int8), torch.ones(1)), requires_grad=rank.rank == 1)])
+    with pytest.raises(LockstepError, match=r"frozen0 is trained and a Packed, .*ignored_modules"):
+        trains(rank, net)
 
 
-def test_unfreezing_such_a_parameter_is_an_error_on_every_rank_when_it_gets_a_gradient():
-    def call(rank):
-        net = trains(rank, Holder([Packed(torch.ones(2, 2, dtype=torch.int8), torch.ones(()))]))
-        net.frozen0.requires_grad_()
-        net.frozen0.grad = torch.ones(2, 2)
-        net.zero_grad()
-        with pytest.raises(NotReplicableError, match="frozen0 is trained and a Packed"):
-            (net(torch.ones(1, 2)).sum() + (torch.ones(2, 2) @ net.frozen0.t()).sum()).backward()
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_unfreezing_such_a_parameter_is_an_error_on_every_rank_when_it_gets_a_gradient(rank):
+    net = trains(rank, Holder([Packed(torch.ones(2, 2, dtype=torch.int8), torch.ones(()))]))
+    net.frozen0.requires_grad_()
+    net.frozen0.grad = torch.ones(2, 2)
+    net.zero_grad()
+    with pytest.raises(NotReplicableError, match="frozen0 is trained and a Packed"):
+        (net(torch.ones(1, 2)).sum() + (torch.ones(2, 2) @ net.frozen0.t()).sum()).backward()
 
 
 @pytest.mark.parametrize(
@@ -167,37 +155,31 @@ def test_unfreezing_such_a_parameter_is_an_error_on_every_rank_when_it_gets_a_gr
     ],
     ids=["shape", "inner shape", "context", "class", "attribute", "layout"],
 )
-def test_a_difference_beside_values_is_an_error_by_name(make, words):
-    def call(rank):
-        with pytest.raises(AgreementError, match=rf"frozen0.*{words}"):
-            trains(rank, Holder([make(rank.rank)]))
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_difference_beside_values_is_an_error_by_name(rank, make, words):
+    with pytest.raises(AgreementError, match=rf"frozen0.*{words}"):
+        trains(rank, Holder([make(rank.rank)]))
 
 
-def test_a_frozen_value_that_differs_is_found_by_check_in_sync():
-    def call(rank):
-        net = trains(rank, Holder([Packed(torch.ones(2, dtype=torch.int8), torch.ones(()))]))
-        if rank.rank:
-            net.frozen0.scale.fill_(2.0)
-        with pytest.raises(AgreementError, match="frozen0"):
-            lockstep.check_in_sync(net)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_frozen_value_that_differs_is_found_by_check_in_sync(rank):
+    net = trains(rank, Holder([Packed(torch.ones(2, dtype=torch.int8), torch.ones(()))]))
+    if rank.rank:
+        net.frozen0.scale.fill_(2.0)
+    with pytest.raises(AgreementError, match="frozen0"):
+        lockstep.check_in_sync(net)
 
 
-def test_trained_parameters_keep_class_and_attributes():
-    def call(rank):
-        net = Holder()
-        net.trained.weight = Marked(torch.ones(1, 2))
-        net.trained.weight.no_decay = True
-        weight = net.trained.weight
-        trains(rank, net)
-        assert net.trained.weight is weight
-        assert weight.is_marked
-        assert weight.no_decay
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_trained_parameters_keep_class_and_attributes(rank):
+    net = Holder()
+    net.trained.weight = Marked(torch.ones(1, 2))
+    net.trained.weight.no_decay = True
+    weight = net.trained.weight
+    trains(rank, net)
+    assert net.trained.weight is weight
+    assert weight.is_marked
+    assert weight.no_decay
 
 
 class Closed(nn.Parameter):
@@ -210,11 +192,9 @@ class Closed(nn.Parameter):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def test_a_parameter_whose_values_cannot_be_read_is_named():
-    def call(rank):
-        net = Holder()
-        net.trained.weight = Closed(torch.ones(1, 2))
-        with pytest.raises(NotReplicableError, match=r"parameter trained.weight is a Closed.*use .tensor instead"):
-            trains(rank, net)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_parameter_whose_values_cannot_be_read_is_named(rank):
+    net = Holder()
+    net.trained.weight = Closed(torch.ones(1, 2))
+    with pytest.raises(NotReplicableError, match=r"parameter trained.weight is a Closed.*use .tensor instead"):
+        trains(rank, net)

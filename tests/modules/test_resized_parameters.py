@@ -10,6 +10,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import AgreementError, LockstepError
+from programs.ranks import on_ranks
 from threaded import count_collectives, run_ranks
 
 GROUPS = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
@@ -64,36 +65,32 @@ SIZES = {"small": (3, 3), "large": (LARGE, 3), "large and changed": (3, LARGE)}
 @GROUPS
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
-def test_gradients_are_means_after_a_change_on_all_ranks(change, sizes, hosts):
-    def call(rank):
-        net = lockstep.replicate(Scaled(*sizes), process_group=rank.group)
-        for step in range(5):
-            if step in (1, 3):
-                net.zero_grad()
-            if step == 3:
-                change(net)
-            before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
-            net(rank.rank + 1.0).backward()
-            for p, grad in zip(net.parameters(), before, strict=True):
-                assert p.grad.shape == p.shape
-                assert p.grad.dtype == p.dtype
-                assert torch.equal(p.grad, torch.full_like(p, 1.5) + (0 if grad is None else grad))
-        lockstep.check_in_sync(net)
-
-    run_ranks(2, call, hosts=hosts)
+@on_ranks(2, "hosts")
+def test_gradients_are_means_after_a_change_on_all_ranks(rank, change, sizes):
+    net = lockstep.replicate(Scaled(*sizes), process_group=rank.group)
+    for step in range(5):
+        if step in (1, 3):
+            net.zero_grad()
+        if step == 3:
+            change(net)
+        before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        net(rank.rank + 1.0).backward()
+        for p, grad in zip(net.parameters(), before, strict=True):
+            assert p.grad.shape == p.shape
+            assert p.grad.dtype == p.dtype
+            assert torch.equal(p.grad, torch.full_like(p, 1.5) + (0 if grad is None else grad))
+    lockstep.check_in_sync(net)
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_a_resized_parameter_that_only_one_rank_uses(used):
-    def call(rank):
-        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
-        net(1.0).backward()
-        net.zero_grad()
-        grow(net)
-        net(1.0, used=used if rank.rank == 0 else 1 - used).backward()
-        return [p.grad.tolist() for p in net.parameters()]
-
-    assert run_ranks(2, call) == [[[0.5] * 3, [0.5] * 5]] * 2
+@on_ranks(2)
+def test_a_resized_parameter_that_only_one_rank_uses(rank, used):
+    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    net(1.0).backward()
+    net.zero_grad()
+    grow(net)
+    net(1.0, used=used if rank.rank == 0 else 1 - used).backward()
+    assert [p.grad.tolist() for p in net.parameters()] == [[0.5] * 3, [0.5] * 5]
 
 
 @GROUPS
@@ -126,50 +123,43 @@ def test_a_change_on_one_rank_is_an_error_by_name_until_it_is_undone(change, use
     assert f"ranks differ in parameter {name}: rank 0 has float32 of shape (3,)" in first.pop()
 
 
-def test_other_values_in_a_resized_parameter_are_an_error_on_every_rank():
-    def call(rank):
-        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+@on_ranks(2)
+def test_other_values_in_a_resized_parameter_are_an_error_on_every_rank(rank):
+    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    net(1.0).backward()
+    net.zero_grad()
+    net.weights[1].data = torch.full((5,), 1.0 + rank.rank)
+    with pytest.raises(LockstepError, match=r"parameter weights\.1 .*has other values on rank 1"):
         net(1.0).backward()
-        net.zero_grad()
-        net.weights[1].data = torch.full((5,), 1.0 + rank.rank)
-        with pytest.raises(LockstepError, match=r"parameter weights\.1 .*has other values on rank 1"):
+
+
+@on_ranks(2)
+def test_a_change_within_a_window_of_weights_is_an_error_on_every_rank(rank):
+    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    net(1.0).backward()
+    net.zero_grad()
+    with pytest.raises(LockstepError):
+        with lockstep.accumulate(net, last=False, weight=1):
             net(1.0).backward()
-
-    run_ranks(2, call)
-
-
-def test_a_change_within_a_window_of_weights_is_an_error_on_every_rank():
-    def call(rank):
-        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
-        net(1.0).backward()
         net.zero_grad()
-        with pytest.raises(LockstepError):
-            with lockstep.accumulate(net, last=False, weight=1):
-                net(1.0).backward()
-            net.zero_grad()
+        grow(net)
+        with lockstep.accumulate(net, weight=1):
+            net(1.0).backward()
+    net.zero_grad()
+    net(rank.rank + 1.0).backward()
+    assert [p.grad.tolist() for p in net.parameters()] == [[1.5] * 3, [1.5] * 5]
+
+
+@on_ranks(2)
+def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change(rank):
+    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    counts = []
+    for step in range(6):
+        net.zero_grad()
+        if step == 3:
             grow(net)
-            with lockstep.accumulate(net, weight=1):
-                net(1.0).backward()
-        net.zero_grad()
-        net(rank.rank + 1.0).backward()
-        return [p.grad.tolist() for p in net.parameters()]
-
-    assert run_ranks(2, call) == [[[1.5] * 3, [1.5] * 5]] * 2
-
-
-def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change():
-    def call(rank):
-        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
-        counts = []
-        for step in range(6):
-            net.zero_grad()
-            if step == 3:
-                grow(net)
-            with count_collectives(rank) as seen:
-                net(1.0).backward()
-            counts.append(len(seen))
-        return counts
-
-    for counts in run_ranks(2, call):
-        assert counts[2] == counts[5] == 1
-        assert counts[3] > 1
+        with count_collectives(rank) as seen:
+            net(1.0).backward()
+        counts.append(len(seen))
+    assert counts[2] == counts[5] == 1
+    assert counts[3] > 1
