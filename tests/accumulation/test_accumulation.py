@@ -13,6 +13,7 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed.replication.replication import find_replication
+from programs.ranks import on_ranks, replicated
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -42,7 +43,9 @@ kinds = pytest.mark.parametrize("kind", ["module", "wrapper"])
 # ---------------------------------------------------------------------------- which backward synchronises
 
 
-def switch(rank, kind):
+@kinds
+@on_ranks(2)
+def test_only_the_last_backward_synchronises(rank, kind):
     """Return what the gradient is after each backward, under each way of saying that it shall not synchronise."""
     module = attach(rank, kind, one_weight())
     seen = []
@@ -68,17 +71,12 @@ def switch(rank, kind):
     with contextlib.suppress(ZeroDivisionError), module.no_sync():
         raise ZeroDivisionError
     backward()
-    return seen
+    own = [n * (rank.rank + 1.0) for n in range(1, 7)]
+    assert seen == [*own, 7 * 1.5, 8 * 1.5]
 
 
-@kinds
-def test_only_the_last_backward_synchronises(kind):
-    for rank, seen in enumerate(run_ranks(2, switch, kind)):
-        own = [n * (rank + 1.0) for n in range(1, 7)]
-        assert seen == [*own, 7 * 1.5, 8 * 1.5]
-
-
-def around_forward_only(rank):
+@on_ranks(2)
+def test_where_backward_runs_counts_and_not_where_forward_ran(rank):
     module = attach(rank, "module", one_weight())
     with module.no_sync():
         loss = module(x_of(rank)).sum()
@@ -88,31 +86,7 @@ def around_forward_only(rank):
     loss = module(x_of(rank)).sum()
     with module.no_sync(), count_collectives(rank) as seen:
         loss.backward()
-    return synchronised, counted > 0, grad(module), len(seen)
-
-
-def test_where_backward_runs_counts_and_not_where_forward_ran():
-    assert run_ranks(2, around_forward_only) == [(1.5, True, 1.5 + rank, 0) for rank in (1, 2)]
-
-
-def accumulate_beside(rank, zero, micro_batches, cap):
-    """Micro-batches beside one process; gradients are set to zero in every way."""
-    module = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=cap)
-    reference = copy.deepcopy(module)
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (module, reference)]
-    for step in range(4):
-        for each in (module, reference):
-            zero(each)
-        for part in range(micro_batches):
-            draw = 10 * step + part
-            with lockstep.accumulate(module, last=part == micro_batches - 1):
-                module(rows(draw, rank.rank)).square().mean().backward()
-            reference(torch.cat([rows(draw, r) for r in range(rank.world)])).square().mean().backward()
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
-            assert rank.all_equal(p.grad)
-        for optimizer in optimizers:
-            optimizer.step()
+    assert (synchronised, counted > 0, grad(module), len(seen)) == (1.5, True, 2.5 + rank.rank, 0)
 
 
 def to_none(module):
@@ -142,15 +116,34 @@ def keep(module):
 
 @pytest.mark.parametrize("cap", [None, 1e-4])
 @pytest.mark.parametrize("zero", [to_none, to_zero, by_hand, in_part, keep], ids=lambda each: each.__name__)
-def test_micro_batches_are_as_one_batch(zero, cap):
-    run_ranks(2, accumulate_beside, zero, 3 if zero is to_none else 2, cap)
+@on_ranks(2)
+def test_micro_batches_are_as_one_batch(rank, zero, cap):
+    """Micro-batches beside one process; gradients are set to zero in every way."""
+    micro_batches = 3 if zero is to_none else 2
+    module = replicated(rank, network, bucket_cap_mb=cap)
+    reference = copy.deepcopy(module)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (module, reference)]
+    for step in range(4):
+        for each in (module, reference):
+            zero(each)
+        for part in range(micro_batches):
+            draw = 10 * step + part
+            with lockstep.accumulate(module, last=part == micro_batches - 1):
+                module(rows(draw, rank.rank)).square().mean().backward()
+            reference(torch.cat([rows(draw, r) for r in range(rank.world)])).square().mean().backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
+            assert rank.all_equal(p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 # --------------------------------------------------------------------- several forwards, several backwards
 
 
-def several_forwards(rank):
-    module = lockstep.replicate(rank.make(network), process_group=rank.group)
+@on_ranks(2)
+def test_several_forwards_before_one_backward(rank):
+    module = replicated(rank, network)
     reference = copy.deepcopy(module)
     for step in range(3):
         parts = [module(rows(10 * step + i, rank.rank)).square().mean() for i in range(3)]
@@ -159,16 +152,13 @@ def several_forwards(rank):
         sum(parts).backward()
         whole = [torch.cat([rows(10 * step + i, r) for r in range(rank.world)]) for i in range(3)]
         sum(reference(x).square().mean() for x in whole).backward()
-    return [(p.grad, q.grad) for p, q in zip(module.parameters(), reference.parameters(), strict=True)]
+    pairs = [(p.grad, q.grad) for p, q in zip(module.parameters(), reference.parameters(), strict=True)]
+    for got, wanted in pairs:
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-14)
 
 
-def test_several_forwards_before_one_backward():
-    for pairs in run_ranks(2, several_forwards):
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-14)
-
-
-def several_backwards(rank):
+@on_ranks(2)
+def test_several_backwards_before_a_step(rank):
     """Through one graph, each synchronised or not; and each of two forwards by itself, in the other order."""
     module = attach(rank, "module", one_weight())
     loss = module(x_of(rank)).sum()
@@ -181,15 +171,13 @@ def several_backwards(rank):
     second.backward()
     seen.append(grad(module))
     first.backward()
-    return [*seen, grad(module)]
+    seen = [*seen, grad(module)]
+    assert seen == [1.5, 1.5 + rank.rank + 1, 4.5, 4.5 + 15.0, 4.5 + 15.0 + 1.5]
 
 
-def test_several_backwards_before_a_step():
-    for rank, seen in enumerate(run_ranks(2, several_backwards)):
-        assert seen == [1.5, 1.5 + rank + 1, 4.5, 4.5 + 15.0, 4.5 + 15.0 + 1.5]
-
-
-def pile_up_elsewhere(rank, cap):
+@pytest.mark.parametrize("cap", [None, 1e-6])
+@on_ranks(2)
+def test_all_that_has_piled_up_is_synchronised(rank, cap):
     """A layer that the plan has no place for piles up, and the backward that synchronises does not use it."""
     module = lockstep.replicate(
         nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group, bucket_cap_mb=cap
@@ -201,15 +189,12 @@ def pile_up_elsewhere(rank, cap):
     module[0](x_of(rank)).sum().backward()
     first = [p.grad.item() for p in module.parameters()]
     module[0](x_of(rank)).sum().backward()
-    return first, [p.grad.item() for p in module.parameters()]
+    assert (first, [p.grad.item() for p in module.parameters()]) == ([1.5, 1.5], [3.0, 1.5])
 
 
 @pytest.mark.parametrize("cap", [None, 1e-6])
-def test_all_that_has_piled_up_is_synchronised(cap):
-    assert run_ranks(2, pile_up_elsewhere, cap) == [([1.5, 1.5], [3.0, 1.5])] * 2
-
-
-def given_up_elsewhere(rank, cap):
+@on_ranks(2)
+def test_what_was_given_up_is_not_synchronised(rank, cap):
     """What has piled up in a layer that the plan has no place for is given up before the backward that
     synchronises."""
     module = lockstep.replicate(
@@ -220,22 +205,12 @@ def given_up_elsewhere(rank, cap):
         module[1](x_of(rank)).sum().backward()
     module.zero_grad()
     module[0](x_of(rank)).sum().backward()
-    return [p.grad if p.grad is None else p.grad.item() for p in module.parameters()]
+    assert [p.grad if p.grad is None else p.grad.item() for p in module.parameters()] == [1.5, None]
 
 
-@pytest.mark.parametrize("cap", [None, 1e-6])
-def test_what_was_given_up_is_not_synchronised(cap):
-    assert run_ranks(2, given_up_elsewhere, cap) == [[1.5, None]] * 2
-
-
-def with_inputs(rank):
-    """backward(inputs=...) leaves out the other parameters, as on one device."""
-    module = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
-    module(x_of(rank)).sum().backward(inputs=[module[1].weight])
-    return [p.grad if p.grad is None else p.grad.item() for p in module.parameters()]
-
-
-def used_and_given_up(rank, placed):
+@pytest.mark.parametrize("placed", [True, False], ids=["in the plan", "not in it"])
+@on_ranks(2)
+def test_a_parameter_of_which_all_was_given_up_is_as_if_it_had_not_been_used(rank, placed):
     """The second layer's gradient, and how often its hook has run, after a backward that did not use it."""
     model = lockstep.replicate(nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group)
     called = []
@@ -252,19 +227,20 @@ def used_and_given_up(rank, placed):
         both().backward()
     model.zero_grad()
     model[0](x_of(rank)).sum().backward()
-    return model[0].weight.grad.item(), model[1].weight.grad, called
+    assert (model[0].weight.grad.item(), model[1].weight.grad, called) == (1.5, None, [])
 
 
-@pytest.mark.parametrize("placed", [True, False], ids=["in the plan", "not in it"])
-def test_a_parameter_of_which_all_was_given_up_is_as_if_it_had_not_been_used(placed):
-    assert run_ranks(2, used_and_given_up, placed) == [(1.5, None, [])] * 2
+@on_ranks(2)
+def test_backward_for_some_of_the_parameters(rank):
+    """backward(inputs=...) leaves out the other parameters, as on one device."""
+    module = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    module(x_of(rank)).sum().backward(inputs=[module[1].weight])
+    assert [p.grad if p.grad is None else p.grad.item() for p in module.parameters()] == [None, 1.5]
 
 
-def test_backward_for_some_of_the_parameters():
-    assert run_ranks(2, with_inputs) == [[None, 1.5]] * 2
-
-
-def backward_in_another_thread(rank, past_forward):
+@pytest.mark.parametrize("past_forward", [False, True])
+@on_ranks(2)
+def test_backward_may_run_in_another_thread(rank, past_forward):
     module, seen = attach(rank, "module", one_weight()), []
     for step in range(4):  # with triggers on all parameters, then on a few
         module.zero_grad()
@@ -273,18 +249,15 @@ def backward_in_another_thread(rank, past_forward):
         thread.start()
         thread.join()
         seen.append(grad(module))
-    return seen
-
-
-@pytest.mark.parametrize("past_forward", [False, True])
-def test_backward_may_run_in_another_thread(past_forward):
-    assert run_ranks(2, backward_in_another_thread, past_forward) == [[1.5, 3.0, 4.5, 6.0]] * 2
+    assert seen == [1.5, 3.0, 4.5, 6.0]
 
 
 # ---------------------------------------------------------------------------------------------- weights
 
 
-def weigh(rank, kind):
+@kinds
+@on_ranks(2)
+def test_means_over_tokens(rank, kind):
     """Sums over tokens: 3 + 1 on rank 0, 5 + 0 on rank 1, then other numbers. One process has all of them."""
     module = attach(rank, kind, rank.make(network))
     reference = rank.make(network)
@@ -307,25 +280,18 @@ def weigh(rank, kind):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
 
 
-@kinds
-def test_means_over_tokens(kind):
-    run_ranks(2, weigh, kind)
-
-
-def exact_weights(rank):
+@on_ranks(2)
+def test_weights_are_summed_in_double_precision(rank):
     """A weight that float32 does not hold, in a module of float32."""
     module = attach(rank, "module", one_weight())
     weight = 2.0**24 + 1 if rank.rank == 0 else 1.0
     with lockstep.accumulate(module, weight=weight):
         (module(torch.ones(1, 1)).sum() * (2.0**24 + 2 if rank.rank == 0 else 0.0)).backward()
-    return grad(module)
+    assert grad(module) == 1.0
 
 
-def test_weights_are_summed_in_double_precision():
-    assert run_ranks(2, exact_weights) == [1.0] * 2
-
-
-def wrong_weights(rank):
+@on_ranks(2)
+def test_weights_that_make_no_sense(rank):
     module = attach(rank, "module", one_weight())
     messages = []
     for weights in ((-1.0,), (float("nan"),), (1.0 if rank.rank else None,)):
@@ -337,15 +303,11 @@ def wrong_weights(rank):
         messages.append(str(caught.value))
     module.zero_grad()
     module(x_of(rank)).sum().backward()  # goes on
-    return messages, grad(module)
-
-
-def test_weights_that_make_no_sense():
-    for (negative, no_number, missing), after in run_ranks(2, wrong_weights):
-        assert "a weight of -1.0" in negative
-        assert "a weight of nan" in no_number
-        assert "rank 0 gave no weight" in missing
-        assert after == 1.5
+    (negative, no_number, missing), after = messages, grad(module)
+    assert "a weight of -1.0" in negative
+    assert "a weight of nan" in no_number
+    assert "rank 0 gave no weight" in missing
+    assert after == 1.5
 
 
 # ------------------------------------------------------------------------------------------ forgotten
@@ -433,20 +395,19 @@ def test_steps_on_reduced_gradients_are_not(plan, step):
     assert warned(plan, step) == []
 
 
-def test_a_step_that_is_told_is_not_made_where_warnings_are_errors():
-    def call(rank):
-        module = attach(rank, "module", rank.make(one_weight))
-        before = module.weight.detach().clone()
-        with module.no_sync():
-            module(x_of(rank)).sum().backward()
-        with pytest.raises(UserWarning, match=r"SGD\.step\(\) uses the gradient"):
-            torch.optim.SGD(module.parameters(), lr=0.1).step()
-        return torch.equal(module.weight, before)
-
-    assert run_ranks(2, call) == [True, True]
+@on_ranks(2)
+def test_a_step_that_is_told_is_not_made_where_warnings_are_errors(rank):
+    module = attach(rank, "module", rank.make(one_weight))
+    before = module.weight.detach().clone()
+    with module.no_sync():
+        module(x_of(rank)).sum().backward()
+    with pytest.raises(UserWarning, match=r"SGD\.step\(\) uses the gradient"):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert torch.equal(module.weight, before)
 
 
-def load_between(rank):
+@on_ranks(2)
+def test_values_that_all_ranks_load_between_micro_batches_are_not_told(rank):
     """A checkpoint is loaded between two micro-batches."""
     module = attach(rank, "module", rank.make(network))
     checkpoint = {name: value + 1.0 for name, value in module.state_dict().items()}
@@ -455,8 +416,4 @@ def load_between(rank):
     module.load_state_dict(checkpoint)
     with lockstep.accumulate(module):
         module(rows(1, rank.rank)).square().mean().backward()
-    return [rank.all_equal(p.grad) for p in module.parameters()]
-
-
-def test_values_that_all_ranks_load_between_micro_batches_are_not_told():
-    assert run_ranks(2, load_between) == [[True] * 4] * 2  # warnings are errors
+    assert [rank.all_equal(p.grad) for p in module.parameters()] == [True] * 4  # warnings are errors

@@ -11,7 +11,8 @@ import torch
 
 import lockstep
 from lockstep.errors import AgreementError, OptionError
-from small_modules import one_weight, x_of
+from programs.ranks import on_ranks, replicated
+from small_modules import x_of
 from threaded import count_collectives, run_ranks
 
 Score = collections.namedtuple("Score", "right total")
@@ -46,19 +47,16 @@ def test_means_over_all_rows(count, hosts):
         assert hosts or sent == ["all_reduce", "all_reduce"]
 
 
-def kinds(rank):
+@on_ranks(2)
+def test_what_comes_back(rank):
     number = rank.rank + 1
     given = (number, float(number), number == 1, torch.tensor(number), torch.tensor([[number]], dtype=torch.bfloat16))
-    return lockstep.mean(given, weight=number, group=rank.group)
-
-
-def test_what_comes_back():
-    for number, float_, flag, integer, half in run_ranks(2, kinds):
-        assert (number, float_, flag) == (5 / 3, 5 / 3, 1 / 3)
-        assert integer.dtype == torch.float64
-        assert integer.item() == 5 / 3
-        assert half.dtype == torch.bfloat16
-        assert half.shape == (1, 1)
+    number, float_, flag, integer, half = lockstep.mean(given, weight=number, group=rank.group)
+    assert (number, float_, flag) == (5 / 3, 5 / 3, 1 / 3)
+    assert integer.dtype == torch.float64
+    assert integer.item() == 5 / 3
+    assert half.dtype == torch.bfloat16
+    assert half.shape == (1, 1)
 
 
 def test_whole_numbers_are_exact():
@@ -67,17 +65,15 @@ def test_whole_numbers_are_exact():
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"])
-def test_nothing_to_count_on_any_rank(hosts):
-    def nothing(rank):
-        assert lockstep.mean({}, weight=0, group=rank.group) == {}
-        many = torch.ones(100)
-        with pytest.raises(OptionError, match=r"of values\['loss'\] and 1 more: the weights of all 2 .* to 0, so"):
-            lockstep.mean({"loss": 1.0, "many": many}, weight=0, group=rank.group)
-        with pytest.raises(OptionError, match="the weights of all 2 ranks add up to inf"):
-            lockstep.mean(1.0, weight=1.7e308, group=rank.group)
-        return lockstep.mean(1.0 + rank.rank, group=rank.group)
-
-    assert run_ranks(2, nothing, hosts=hosts) == [1.5, 1.5]
+@on_ranks(2, "hosts")
+def test_nothing_to_count_on_any_rank(rank):
+    assert lockstep.mean({}, weight=0, group=rank.group) == {}
+    many = torch.ones(100)
+    with pytest.raises(OptionError, match=r"of values\['loss'\] and 1 more: the weights of all 2 .* to 0, so"):
+        lockstep.mean({"loss": 1.0, "many": many}, weight=0, group=rank.group)
+    with pytest.raises(OptionError, match="the weights of all 2 ranks add up to inf"):
+        lockstep.mean(1.0, weight=1.7e308, group=rank.group)
+    assert lockstep.mean(1.0 + rank.rank, group=rank.group) == 1.5
 
 
 def test_nothing_to_count_on_one_rank():
@@ -128,18 +124,15 @@ def test_what_has_no_mean():
             run_ranks(1, lambda rank, value=value: lockstep.mean(value, group=rank.group))
 
 
-def padded(rank):
+@on_ranks(2)
+def test_a_batch_that_counts_nothing(rank):
     """What is measured on a batch that counts nothing, counts nothing, NaN included."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     turns, seen = lockstep.batches([x_of(rank)] * (1 + rank.rank), model), []
     for x in turns:
         model(x).sum().backward()
         seen.append(lockstep.mean(math.nan if turns.is_padding else rank.rank, weight=5, group=rank.group))
-    return [*seen, lockstep.mean(rank.rank, weight=5, group=rank.group)]
-
-
-def test_a_batch_that_counts_nothing():
-    assert run_ranks(2, padded) == [[0.5, 1.0, 0.5]] * 2
+    assert [*seen, lockstep.mean(rank.rank, weight=5, group=rank.group)] == [0.5, 1.0, 0.5]
 
 
 def on_an_accelerator(rank, sim):

@@ -7,7 +7,8 @@ import torch
 
 import lockstep
 from lockstep.errors import AgreementError, OptionError
-from small_modules import one_weight, x_of
+from programs.ranks import on_ranks, replicated
+from small_modules import x_of
 from threaded import run_ranks
 
 BATCHES = [
@@ -16,47 +17,38 @@ BATCHES = [
 ]
 
 
-def counted(rank):
-    return lockstep.loop.total({"first": rank.rank, "all": [1, torch.tensor([2, rank.rank])]}, rank.group)
+@on_ranks(3)
+def test_totals_are_sums_over_the_ranks(rank):
+    found = lockstep.loop.total({"first": rank.rank, "all": [1, torch.tensor([2, rank.rank])]}, rank.group)
+    assert found["first"] == 3.0
+    assert found["all"][0] == 3.0
+    assert found["all"][1].tolist() == [6.0, 3.0]
 
 
-def test_totals_are_sums_over_the_ranks():
-    for found in run_ranks(3, counted):
-        assert found["first"] == 3.0
-        assert found["all"][0] == 3.0
-        assert found["all"][1].tolist() == [6.0, 3.0]
-
-
-def two_losses(rank):
+@on_ranks(2)
+def test_several_losses_each_with_a_denominator_of_its_own(rank):
     """The gradient of a mean over all first rows plus a mean over all second ones, in a window of two micro-batches."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    rows = [pair for batches in BATCHES for pair in batches]
+    first, second = ([x for pair in rows for x in pair[which]] for which in range(2))
+    expected = sum(first) / len(first) + sum(second) / len(second)
+    model = replicated(rank)
     own = BATCHES[rank.rank]
     firsts, seconds = lockstep.loop.total([sum(len(a) for a, _ in own), sum(len(b) for _, b in own)], rank.group)
     for number, (a, b) in enumerate(own):
         with lockstep.accumulate(model, last=number == len(own) - 1, weight=len(a)):
             first, second = (model(torch.tensor(rows).view(-1, 1)).sum() for rows in (a, b))
             (first + second * (firsts / max(seconds, 1))).backward()
-    return model.weight.grad.item()
+    assert model.weight.grad.item() == pytest.approx(expected)
 
 
-def test_several_losses_each_with_a_denominator_of_its_own():
-    rows = [pair for batches in BATCHES for pair in batches]
-    first, second = ([x for pair in rows for x in pair[which]] for which in range(2))
-    expected = sum(first) / len(first) + sum(second) / len(second)
-    assert run_ranks(2, two_losses) == [pytest.approx(expected)] * 2
-
-
-def at_a_batch_that_counts_nothing(rank):
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+@on_ranks(2)
+def test_what_counts_nothing_is_not_in_the_total(rank):
+    model = replicated(rank)
     found = []
     for x in lockstep.batches([x_of(rank)] * (1 + rank.rank), model):
         model(x).sum().backward()
         found.append(lockstep.loop.total(1, rank.group))
-    return found
-
-
-def test_what_counts_nothing_is_not_in_the_total():
-    assert run_ranks(2, at_a_batch_that_counts_nothing) == [[2.0, 1.0]] * 2
+    assert found == [2.0, 1.0]
 
 
 def gives(rank, function, values):
@@ -109,40 +101,32 @@ EXCHANGES = {
 }
 
 
-def hears(rank, name):
+@pytest.mark.parametrize("name", EXCHANGES)
+@on_ranks(3)
+def test_a_request_is_heard_without_a_backward(rank, name):
     """Without a backward: before it, one rank asks, and what all have heard by then, and after it."""
     keep = lockstep.loop.stop_when(lambda: rank.rank == 1, rank.group)
     before = lockstep.should_stop(rank.group)
     EXCHANGES[name](rank)
-    return before, lockstep.should_stop(rank.group), keep.should_stop
+    assert (before, lockstep.should_stop(rank.group), keep.should_stop) == (False, True, True)
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_a_request_is_heard_without_a_backward(name):
-    assert run_ranks(3, hears, name) == [(False, True, True)] * 3
-
-
-def trains_on(rank):
+@on_ranks(2)
+def test_it_is_still_heard_in_training(rank):
     """A request that was heard in an evaluation is still there after the next backward."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     keep = lockstep.loop.stop_when(lambda: rank.rank == 1, rank.group)
     begins_an_evaluation(rank)
     found = [keep.should_stop]
     for _ in range(2):
         model(x_of(rank)).sum().backward()
         found.append(keep.should_stop)
-    return found
+    assert found == [True] * 3
 
 
-def test_it_is_still_heard_in_training():
-    assert run_ranks(2, trains_on) == [[True] * 3] * 2
-
-
-def test_nobody_asks():
-    def run(rank):
-        keep = lockstep.loop.stop_when(lambda: False, rank.group)
-        for exchange in EXCHANGES.values():
-            exchange(rank)
-        return keep.should_stop
-
-    assert run_ranks(2, run) == [False, False]
+@on_ranks(2)
+def test_nobody_asks(rank):
+    keep = lockstep.loop.stop_when(lambda: False, rank.group)
+    for exchange in EXCHANGES.values():
+        exchange(rank)
+    assert keep.should_stop is False

@@ -11,6 +11,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
+from programs.ranks import on_ranks
 from small_modules import fails_in_backward
 from threaded import run_ranks
 
@@ -114,17 +115,15 @@ def test_gradients_before_the_first_block_are_an_error(before, blocks, alone, pa
 
 @clears
 @parts
-def test_gradients_that_are_none_or_zero_are_none(clear, part):
-    def call(rank):
-        model, seen = net(rank), []
-        for _ in range(3):
-            backward(model, x_of(rank), weight=1, last=False, part=part)
-            backward(model, x_of(rank), weight=1, part=part)
-            seen.append(grads(model))
-            clear(model)
-        return seen
-
-    assert run_ranks(2, call) == [[[1.5, 1.5]] * 3] * 2
+@on_ranks(2)
+def test_gradients_that_are_none_or_zero_are_none(rank, clear, part):
+    model, seen = net(rank), []
+    for _ in range(3):
+        backward(model, x_of(rank), weight=1, last=False, part=part)
+        backward(model, x_of(rank), weight=1, part=part)
+        seen.append(grads(model))
+        clear(model)
+    assert seen == [[1.5, 1.5]] * 3
 
 
 # -------------------------------------------------------------------------------- gradients stay as they are inside it
@@ -179,30 +178,26 @@ def test_gradients_that_are_given_up_between_forward_and_backward_are_an_error(c
     check_refused_by([0, 1], run_ranks(2, call), CHANGED)
 
 
-def test_several_backwards_in_one_block_count_as_one():
-    def call(rank):
-        model = net(rank)
+@on_ranks(2)
+def test_several_backwards_in_one_block_count_as_one(rank):
+    model = net(rank)
+    backward(model, x_of(rank), weight=1, last=False)
+    with lockstep.accumulate(model, weight=2):
+        with model.no_sync():
+            model(x_of(rank)).sum().backward()
+        with lockstep.accumulate(model, last=False):
+            model(x_of(rank)).sum().backward()
+        model(x_of(rank)).sum().backward()
+    assert grads(model) == [12 / 6] * 2
+
+
+@on_ranks(2)
+def test_blocks_inside_of_one_another_count_each(rank):
+    model = net(rank)
+    with lockstep.accumulate(model, weight=2):
         backward(model, x_of(rank), weight=1, last=False)
-        with lockstep.accumulate(model, weight=2):
-            with model.no_sync():
-                model(x_of(rank)).sum().backward()
-            with lockstep.accumulate(model, last=False):
-                model(x_of(rank)).sum().backward()
-            model(x_of(rank)).sum().backward()
-        return grads(model)
-
-    assert run_ranks(2, call) == [[12 / 6] * 2] * 2
-
-
-def test_blocks_inside_of_one_another_count_each():
-    def call(rank):
-        model = net(rank)
-        with lockstep.accumulate(model, weight=2):
-            backward(model, x_of(rank), weight=1, last=False)
-            model(x_of(rank)).sum().backward()
-        return grads(model)
-
-    assert run_ranks(2, call) == [[6 / 6] * 2] * 2
+        model(x_of(rank)).sum().backward()
+    assert grads(model) == [6 / 6] * 2
 
 
 @clears
@@ -241,50 +236,43 @@ def test_a_backward_without_a_weight_is_an_error(last):
 # ------------------------------------------------------------------------------------------------ it ends with a round
 
 
-def test_weights_go_with_a_round_that_has_failed():
-    def call(rank):
-        model = net(rank)
-        backward(model, x_of(rank), weight=10, last=False)
-        x = model.layers[1](x_of(rank))
-        with pytest.raises(ValueError if rank.rank else PeerError):
-            backward(model, fails_in_backward(x, rank.rank == 1, ValueError), weight=2)
-        return next_batch(rank, model)
-
-    assert run_ranks(2, call) == [([None, None], [1.5, 1.5])] * 2
+@on_ranks(2)
+def test_weights_go_with_a_round_that_has_failed(rank):
+    model = net(rank)
+    backward(model, x_of(rank), weight=10, last=False)
+    x = model.layers[1](x_of(rank))
+    with pytest.raises(ValueError if rank.rank else PeerError):
+        backward(model, fails_in_backward(x, rank.rank == 1, ValueError), weight=2)
+    assert next_batch(rank, model) == ([None, None], [1.5, 1.5])
 
 
-def test_weights_go_with_a_round_of_several_modules_that_has_failed():
-    def call(rank):
-        a, b = net(rank, 1), net(rank, 1)
-        x = x_of(rank).requires_grad_()
-        with lockstep.accumulate(a, last=False, weight=10), lockstep.accumulate(b, last=False, weight=10):
-            (a(x) + b(x)).sum().backward()
-        with (
-            pytest.raises(ValueError if rank.rank else PeerError),
-            lockstep.accumulate(a, weight=10),
-            lockstep.accumulate(b, weight=10),
-        ):
-            (a(x) + b(fails_in_backward(x, error=ValueError) if rank.rank else x)).sum().backward()
-        with lockstep.accumulate(a, weight=1), lockstep.accumulate(b, weight=1):
-            (a(x) + b(x)).sum().backward()
-        return grads(a), grads(b)
-
-    assert run_ranks(2, call) == [([1.5], [1.5])] * 2
+@on_ranks(2)
+def test_weights_go_with_a_round_of_several_modules_that_has_failed(rank):
+    a, b = net(rank, 1), net(rank, 1)
+    x = x_of(rank).requires_grad_()
+    with lockstep.accumulate(a, last=False, weight=10), lockstep.accumulate(b, last=False, weight=10):
+        (a(x) + b(x)).sum().backward()
+    with (
+        pytest.raises(ValueError if rank.rank else PeerError),
+        lockstep.accumulate(a, weight=10),
+        lockstep.accumulate(b, weight=10),
+    ):
+        (a(x) + b(fails_in_backward(x, error=ValueError) if rank.rank else x)).sum().backward()
+    with lockstep.accumulate(a, weight=1), lockstep.accumulate(b, weight=1):
+        (a(x) + b(x)).sum().backward()
+    assert (grads(a), grads(b)) == ([1.5], [1.5])
 
 
-def test_a_window_that_is_refused_for_one_of_several_modules():
+@on_ranks(2)
+def test_a_window_that_is_refused_for_one_of_several_modules(rank):
     """The other one is reduced all the same."""
-
-    def call(rank):
-        a, b = net(rank), net(rank)
-        if rank.rank:
-            a.layers[0].weight.grad = torch.ones(1, 1, dtype=torch.float64)
-        refusal = pytest.raises(OptionError if rank.rank else PeerError)
-        with refusal, lockstep.accumulate(a, weight=1), lockstep.accumulate(b, weight=1):
-            (a(x_of(rank)) + b(x_of(rank))).sum().backward()
-        return grads(a), grads(b)
-
-    assert run_ranks(2, call) == [([None, None], [1.5, 1.5])] * 2
+    a, b = net(rank), net(rank)
+    if rank.rank:
+        a.layers[0].weight.grad = torch.ones(1, 1, dtype=torch.float64)
+    refusal = pytest.raises(OptionError if rank.rank else PeerError)
+    with refusal, lockstep.accumulate(a, weight=1), lockstep.accumulate(b, weight=1):
+        (a(x_of(rank)) + b(x_of(rank))).sum().backward()
+    assert (grads(a), grads(b)) == ([None, None], [1.5, 1.5])
 
 
 # ------------------------------------------------------------------------------------------ exceptions leave its blocks
@@ -292,35 +280,30 @@ def test_a_window_that_is_refused_for_one_of_several_modules():
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_block_that_fails_before_its_backward_does_not_count(last, first):
+@on_ranks(2)
+def test_a_block_that_fails_before_its_backward_does_not_count(rank, last, first):
     """Another one may stand in for it."""
-
-    def call(rank):
-        model = net(rank)
-        if not first:
-            backward(model, x_of(rank), weight=1, last=False)
-        if rank.rank:
-            with pytest.raises(KeyError), lockstep.accumulate(model, last=last, weight=100):
-                raise KeyError
-            with pytest.raises(RuntimeError), lockstep.accumulate(model, last=last, weight=100):
-                model(torch.ones(3, 3).double())
-        backward(model, x_of(rank), weight=1)
-        return grads(model)
-
-    assert run_ranks(2, call) == [[1.5, 1.5]] * 2
-
-
-def test_a_block_that_fails_before_any_backward_leaves_no_window():
-    def call(rank):
-        model = net(rank)
-        model(x_of(rank)).sum().backward()
-        with pytest.raises(KeyError), lockstep.accumulate(model, weight=100):
+    model = net(rank)
+    if not first:
+        backward(model, x_of(rank), weight=1, last=False)
+    if rank.rank:
+        with pytest.raises(KeyError), lockstep.accumulate(model, last=last, weight=100):
             raise KeyError
-        for _ in range(2):
-            model(x_of(rank)).sum().backward()  # without a weight, on top of the gradients that are there
-        return grads(model)
+        with pytest.raises(RuntimeError), lockstep.accumulate(model, last=last, weight=100):
+            model(torch.ones(3, 3).double())
+    backward(model, x_of(rank), weight=1)
+    assert grads(model) == [1.5, 1.5]
 
-    assert run_ranks(2, call) == [[4.5, 4.5]] * 2
+
+@on_ranks(2)
+def test_a_block_that_fails_before_any_backward_leaves_no_window(rank):
+    model = net(rank)
+    model(x_of(rank)).sum().backward()
+    with pytest.raises(KeyError), lockstep.accumulate(model, weight=100):
+        raise KeyError
+    for _ in range(2):
+        model(x_of(rank)).sum().backward()  # without a weight, on top of the gradients that are there
+    assert grads(model) == [4.5, 4.5]
 
 
 def after_a_backward(model, x):
@@ -359,59 +342,51 @@ def test_what_has_accumulated_in_a_block_that_fails_is_given_up_on_all_ranks(how
 
 @pytest.mark.parametrize("how", [after_a_backward, in_a_backward], ids=lambda how: how.__name__)
 @pytest.mark.parametrize("context", [False, True])
-def test_a_micro_batch_that_fails_may_be_left_out(how, context):
+@on_ranks(2)
+def test_a_micro_batch_that_fails_may_be_left_out(rank, how, context):
     """The whole window is, on all ranks, and nobody sees an error."""
-
-    def call(rank):
-        model = net(rank)
-        if context:
-            with lockstep.accumulate(model, last=False, weight=1), lockstep.loop.skip_on(KeyError, modules=[model]):
+    model = net(rank)
+    if context:
+        with lockstep.accumulate(model, last=False, weight=1), lockstep.loop.skip_on(KeyError, modules=[model]):
+            how(model, x_of(rank)) if rank.rank else backward(model, x_of(rank))
+    else:
+        try:
+            with lockstep.accumulate(model, last=False, weight=1):
                 how(model, x_of(rank)) if rank.rank else backward(model, x_of(rank))
-        else:
-            try:
-                with lockstep.accumulate(model, last=False, weight=1):
-                    how(model, x_of(rank)) if rank.rank else backward(model, x_of(rank))
-            except KeyError:
-                with model.no_sync():
-                    lockstep.loop.skip_batch(model)
-        backward(model, x_of(rank), weight=1)
-        return lockstep.loop.skipped(model), *next_batch(rank, model)
-
-    assert run_ranks(2, call) == [(True, [None, None], [1.5, 1.5])] * 2
+        except KeyError:
+            with model.no_sync():
+                lockstep.loop.skip_batch(model)
+    backward(model, x_of(rank), weight=1)
+    assert (lockstep.loop.skipped(model), *next_batch(rank, model)) == (True, [None, None], [1.5, 1.5])
 
 
-def test_a_step_after_one_that_was_left_out_is_not_left_out():
+@on_ranks(2)
+def test_a_step_after_one_that_was_left_out_is_not_left_out(rank):
     """Also where the program asks after each micro-batch, outside of batches()."""
-
-    def call(rank):
-        model = net(rank)
-        found = []
-        for step in range(3):
-            model.zero_grad()
-            for number in range(2):
-                with (
-                    lockstep.accumulate(model, last=number == 1, weight=1),
-                    lockstep.loop.skip_on(KeyError, modules=[model]),
-                ):
-                    (after_a_backward if rank.rank and (step, number) == (0, 0) else backward)(model, x_of(rank))
-                if lockstep.loop.skipped(model):
-                    break
-            found.append(grads(model))
-        return found
-
-    assert run_ranks(2, call) == [[[None, None], [1.5, 1.5], [1.5, 1.5]]] * 2
-
-
-def test_an_exception_after_the_round_of_a_block_is_of_no_window():
-    def call(rank):
-        model = net(rank)
-        with pytest.raises(KeyError), lockstep.accumulate(model, weight=2):
-            model(x_of(rank)).sum().backward()
-            raise KeyError
+    model = net(rank)
+    found = []
+    for step in range(3):
         model.zero_grad()
-        return next_batch(rank, model)
+        for number in range(2):
+            with (
+                lockstep.accumulate(model, last=number == 1, weight=1),
+                lockstep.loop.skip_on(KeyError, modules=[model]),
+            ):
+                (after_a_backward if rank.rank and (step, number) == (0, 0) else backward)(model, x_of(rank))
+            if lockstep.loop.skipped(model):
+                break
+        found.append(grads(model))
+    assert found == [[None, None], [1.5, 1.5], [1.5, 1.5]]
 
-    assert run_ranks(2, call) == [([None, None], [1.5, 1.5])] * 2
+
+@on_ranks(2)
+def test_an_exception_after_the_round_of_a_block_is_of_no_window(rank):
+    model = net(rank)
+    with pytest.raises(KeyError), lockstep.accumulate(model, weight=2):
+        model(x_of(rank)).sum().backward()
+        raise KeyError
+    model.zero_grad()
+    assert next_batch(rank, model) == ([None, None], [1.5, 1.5])
 
 
 # ------------------------------------------------------------------------- gradients that tell little by themselves
@@ -469,38 +444,36 @@ def test_a_gradient_that_is_zero_or_has_no_elements_has_a_weight(clear, part, ca
 @pytest.mark.filterwarnings("ignore:backward.create_graph=True. went through")
 @pytest.mark.parametrize("count", [1, 2])
 @parts
-def test_with_create_graph_which_sets_another_tensor(count, part):
-    def call(rank):
-        model = net(rank, count)
-        for last in (False, False, True):
+@on_ranks(2)
+def test_with_create_graph_which_sets_another_tensor(rank, count, part):
+    model = net(rank, count)
+    for last in (False, False, True):
+        with lockstep.accumulate(model, last=last, weight=1):
+            (Net.forward(model, x_of(rank)) if part else model(x_of(rank))).sum().backward(create_graph=True)
+    assert grads(model) == [(3 + 6) / 6] * count
+
+
+@on_ranks(2)
+def test_a_backward_in_another_thread_than_the_block(rank):
+    model, seen = net(rank), []
+    for part in (False, True):
+        model.zero_grad()
+        for last in (False, True):
             with lockstep.accumulate(model, last=last, weight=1):
-                (Net.forward(model, x_of(rank)) if part else model(x_of(rank))).sum().backward(create_graph=True)
-        return grads(model)
-
-    assert run_ranks(2, call) == [[(3 + 6) / 6] * count] * 2
-
-
-def test_a_backward_in_another_thread_than_the_block():
-    def call(rank):
-        model, seen = net(rank), []
-        for part in (False, True):
-            model.zero_grad()
-            for last in (False, True):
-                with lockstep.accumulate(model, last=last, weight=1):
-                    loss = (Net.forward(model, x_of(rank)) if part else model(x_of(rank))).sum()
-                    thread = threading.Thread(target=loss.backward)
-                    thread.start()
-                    thread.join()
-            seen.append(grads(model))
-        return seen
-
-    assert run_ranks(2, call) == [[[1.5, 1.5]] * 2] * 2
+                loss = (Net.forward(model, x_of(rank)) if part else model(x_of(rank))).sum()
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+        seen.append(grads(model))
+    assert seen == [[1.5, 1.5]] * 2
 
 
 # ----------------------------------------------------------------------------------------- batches that count nothing
 
 
-def in_a_padded_batch(rank, clear):
+@clears
+@on_ranks(2)
+def test_a_batch_that_counts_nothing_has_no_weight(rank, clear):
     """Rank 0 has one of three batches, of two micro-batches each. What counts nothing adds zeros to its gradients."""
     model = lora(rank, clear)
     for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
@@ -511,50 +484,46 @@ def in_a_padded_batch(rank, clear):
         if number < 2:
             with lockstep.accumulate(model, weight=5):
                 model.forward("other", rank.rank + 1.0).backward()
-    return [0.0 if p.grad is None else p.grad[0].item() for p in (model.a, model.b, model.other)]
-
-
-@clears
-def test_a_batch_that_counts_nothing_has_no_weight(clear):
-    assert run_ranks(2, in_a_padded_batch, clear) == [[0.0, 0.0, pytest.approx(2 / 10)]] * 2
+    assert [0.0 if p.grad is None else p.grad[0].item() for p in (model.a, model.b, model.other)] == [
+        0.0,
+        0.0,
+        pytest.approx(2 / 10),
+    ]
 
 
 @parts
 @clears
-def test_what_has_accumulated_before_a_rank_runs_out_has_its_weight(clear, part):
+@on_ranks(2)
+def test_what_has_accumulated_before_a_rank_runs_out_has_its_weight(rank, clear, part):
     """Rank 0 has one of three micro-batches; then a loop inside of another goes on with a window."""
-
-    def call(rank):
-        model, seen = net(rank), []
-        for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
-            backward(model, x_of(rank), weight=1, last=number == 2, part=part)
-        seen.append(grads(model))
-        clear(model)
-        for _ in lockstep.batches([0], model):
-            for _ in lockstep.batches([0] * (1 + rank.rank), model):
-                backward(model, x_of(rank), weight=1, last=False, part=part)
-            backward(model, x_of(rank), weight=1, part=part)
-        return [*seen, grads(model)]
-
-    assert run_ranks(2, call) == [[[7 / 4] * 2, [8 / 5] * 2]] * 2
+    model, seen = net(rank), []
+    for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
+        backward(model, x_of(rank), weight=1, last=number == 2, part=part)
+    seen.append(grads(model))
+    clear(model)
+    for _ in lockstep.batches([0], model):
+        for _ in lockstep.batches([0] * (1 + rank.rank), model):
+            backward(model, x_of(rank), weight=1, last=False, part=part)
+        backward(model, x_of(rank), weight=1, part=part)
+    assert [*seen, grads(model)] == [[7 / 4] * 2, [8 / 5] * 2]
 
 
-def test_a_backward_that_fails_in_a_batch_that_counts_nothing_is_nobodys():
-    def call(rank):
-        model = net(rank)
-        for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
-            with lockstep.accumulate(model, last=number == 2, weight=1):
-                if number == 1 and rank.rank == 0:
-                    with pytest.raises(KeyError):
-                        in_a_backward(model, x_of(rank))
-                else:
-                    model(x_of(rank)).sum().backward()
-        return grads(model)
-
-    assert run_ranks(2, call) == [[7 / 4] * 2] * 2
+@on_ranks(2)
+def test_a_backward_that_fails_in_a_batch_that_counts_nothing_is_nobodys(rank):
+    model = net(rank)
+    for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
+        with lockstep.accumulate(model, last=number == 2, weight=1):
+            if number == 1 and rank.rank == 0:
+                with pytest.raises(KeyError):
+                    in_a_backward(model, x_of(rank))
+            else:
+                model(x_of(rank)).sum().backward()
+    assert grads(model) == [7 / 4] * 2
 
 
-def given_up_in_a_padded_batch(rank, how):
+@pytest.mark.parametrize("how", ["none", "zero", "module"])
+@on_ranks(2)
+def test_what_is_given_up_without_a_weight_in_a_batch_that_counts_nothing_does_not_count(rank, how):
     model = net(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for number, _ in enumerate(lockstep.batches([0] * (1 + rank.rank), model)):
@@ -563,12 +532,7 @@ def given_up_in_a_padded_batch(rank, how):
         elif number:
             optimizer.zero_grad(set_to_none=how == "none")
         backward(model, x_of(rank), last=bool(number))
-    return grads(model)
-
-
-@pytest.mark.parametrize("how", ["none", "zero", "module"])
-def test_what_is_given_up_without_a_weight_in_a_batch_that_counts_nothing_does_not_count(how):
-    assert run_ranks(2, given_up_in_a_padded_batch, how) == [[2.0, 2.0]] * 2
+    assert grads(model) == [2.0, 2.0]
 
 
 @clears
@@ -618,19 +582,17 @@ def test_a_module_that_changes_in_a_batch_that_counts_nothing_is_an_error(part, 
 @parts
 @pytest.mark.parametrize("all_new", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_module_that_has_changed_before_the_first_block(all_new, count, part):
-    def call(rank):
-        model, seen = net(rank), []
-        for _ in range(2):
-            for index in (0, 1) if all_new else (1,):
-                model.layers[index] = Net(1).layers[0]
-            for number in range(count):
-                backward(model, x_of(rank), 2 * rank.rank + 1.0, number == count - 1, part)
-            seen.append(grads(model))
-            model.zero_grad()
-        return seen
-
-    assert run_ranks(2, call) == [[[3 / 4] * 2] * 2] * 2
+@on_ranks(2)
+def test_a_module_that_has_changed_before_the_first_block(rank, all_new, count, part):
+    model, seen = net(rank), []
+    for _ in range(2):
+        for index in (0, 1) if all_new else (1,):
+            model.layers[index] = Net(1).layers[0]
+        for number in range(count):
+            backward(model, x_of(rank), 2 * rank.rank + 1.0, number == count - 1, part)
+        seen.append(grads(model))
+        model.zero_grad()
+    assert seen == [[3 / 4] * 2] * 2
 
 
 def test_a_new_parameter_with_a_gradient_is_none_to_begin_with():
@@ -724,7 +686,9 @@ class Expected:
         self.there = [there and not to_none for there in self.there]
 
 
-def programs(rank, seed):
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
+@on_ranks(2)
+def test_any_order_of_things(rank, seed):
     """Micro-batches, rounds, failures and gradients given up in any order."""
     for number in range(30):
         draw = random.Random(f"{seed}, {number}")
@@ -767,8 +731,3 @@ def programs(rank, seed):
             wanted = expected.reduced + expected.piled[rank.rank]
             for grad in grads(model):
                 assert (grad or 0.0) == pytest.approx(wanted), f"program {number} of {seed}, after {step}"
-
-
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
-def test_any_order_of_things(seed):
-    run_ranks(2, programs, seed)

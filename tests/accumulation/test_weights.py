@@ -12,6 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError
+from programs.ranks import on_ranks
 from threaded import count_collectives, run_ranks
 
 
@@ -95,26 +96,24 @@ def test_as_one_process_with_the_whole_batch(sizes, cap):
     run_ranks(len(sizes), call)
 
 
-def test_with_clipping_momentum_and_the_wrapper():
-    def call(rank):
-        ddp = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
-        alone = rank.make(network)
-        sgd, reference = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, alone))
-        for seed in range(4):
-            pieces = batch(10, seed).split([1, 2, 4, 3])
-            for model, parts, optimizer in ((ddp, pieces[rank.rank * 2 :][:2], sgd), (alone, pieces, reference)):
-                optimizer.zero_grad()
-                for number, x in enumerate(parts):
-                    if model is ddp:
-                        with lockstep.accumulate(ddp, last=number == 1, weight=len(x)):
-                            loss_sum(ddp, x).backward()
-                    else:
-                        (loss_sum(alone, x) / 10).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                optimizer.step()
-        close([p.detach() for p in ddp.parameters()], [p.detach() for p in alone.parameters()])
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_with_clipping_momentum_and_the_wrapper(rank):
+    ddp = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
+    alone = rank.make(network)
+    sgd, reference = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, alone))
+    for seed in range(4):
+        pieces = batch(10, seed).split([1, 2, 4, 3])
+        for model, parts, optimizer in ((ddp, pieces[rank.rank * 2 :][:2], sgd), (alone, pieces, reference)):
+            optimizer.zero_grad()
+            for number, x in enumerate(parts):
+                if model is ddp:
+                    with lockstep.accumulate(ddp, last=number == 1, weight=len(x)):
+                        loss_sum(ddp, x).backward()
+                else:
+                    (loss_sum(alone, x) / 10).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+    close([p.detach() for p in ddp.parameters()], [p.detach() for p in alone.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -143,93 +142,82 @@ def test_huge_and_fractional_weights_are_summed_in_float64(weights):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_weights_are_exact_behind_gradients_of_low_precision(dtype):
-    def call(rank):
-        return weighted(rank, one_weight(rank, dtype), [(768.0, 257 + rank.rank)])  # no bfloat16 is 257
-
+@on_ranks(2)
+def test_weights_are_exact_behind_gradients_of_low_precision(rank, dtype):
     value = torch.tensor(768.0, dtype=dtype) * (2 / 515)
-    for result in run_ranks(2, call):
-        assert result == pytest.approx(value.item(), rel=2 * torch.finfo(dtype).eps)
+    assert weighted(rank, one_weight(rank, dtype), [(768.0, 257 + rank.rank)]) == pytest.approx(  # no bfloat16 is 257
+        value.item(), rel=2 * torch.finfo(dtype).eps
+    )
 
 
-def test_tensors_and_numbers_are_weights():
-    def call(rank):
-        model = one_weight(rank)
-        weights = 2, 2.0, True + True, torch.tensor(2), torch.tensor([2.0]), torch.tensor([[2]], dtype=torch.int8)
-        return [weighted(rank, model, [(6.0, weight)]) for weight in weights]
-
-    assert run_ranks(2, call) == [[3.0] * 6] * 2
+@on_ranks(2)
+def test_tensors_and_numbers_are_weights(rank):
+    model = one_weight(rank)
+    weights = 2, 2.0, True + True, torch.tensor(2), torch.tensor([2.0]), torch.tensor([[2]], dtype=torch.int8)
+    assert [weighted(rank, model, [(6.0, weight)]) for weight in weights] == [3.0] * 6
 
 
 # ---------------------------------------------------------------------------------- zero
 
 
-def test_a_rank_that_counts_nothing_adds_its_gradient_and_no_weight():
-    def call(rank):
-        model = one_weight(rank)
-        return [
-            weighted(rank, model, [(6.0 * rank.rank, 3 * rank.rank)]),
-            weighted(rank, model, [(0.0, 0), (0.0 if rank.rank else 8.0, 0 if rank.rank else 4)]),
-        ]
-
-    assert run_ranks(2, call) == [[2.0, 2.0]] * 2
+@on_ranks(2)
+def test_a_rank_that_counts_nothing_adds_its_gradient_and_no_weight(rank):
+    model = one_weight(rank)
+    assert [
+        weighted(rank, model, [(6.0 * rank.rank, 3 * rank.rank)]),
+        weighted(rank, model, [(0.0, 0), (0.0 if rank.rank else 8.0, 0 if rank.rank else 4)]),
+    ] == [2.0, 2.0]
 
 
-def test_where_nothing_counts_at_all_gradients_are_zero():
-    def call(rank):
-        model = one_weight(rank)
-        first = weighted(rank, model, [(0.0, 0)]), weighted(rank, model, [(5.0, 0)])
-        return first, weighted(rank, model, [(5.0, 1)])
-
-    assert run_ranks(2, call) == [((0.0, 0.0), 5.0)] * 2
+@on_ranks(2)
+def test_where_nothing_counts_at_all_gradients_are_zero(rank):
+    model = one_weight(rank)
+    first = weighted(rank, model, [(0.0, 0)]), weighted(rank, model, [(5.0, 0)])
+    assert (first, weighted(rank, model, [(5.0, 1)])) == ((0.0, 0.0), 5.0)
 
 
 # ---------------------------------------------------------------------------------- with other things
 
 
-def test_without_weights_it_is_no_sync_around_all_but_the_last():
-    def call(rank):
-        model = one_weight(rank)
-        x = torch.full((1, 1), rank.rank + 1.0).double()
-        seen = []
-        for last in (False, True, True):
-            with lockstep.accumulate(model, last=last):
-                model(x).sum().backward()
-            seen.append(model.weight.grad.item())
-        return seen
-
-    assert run_ranks(2, call) == [[own, 3.0, 4.5] for own in (1.0, 2.0)]
-
-
-def test_forward_may_run_before_and_backward_twice():
-    def call(rank):
-        model = one_weight(rank)
-        one, two = (model(torch.full((1, 1), x).double()).sum() for x in (2.0, 4.0))
-        with lockstep.accumulate(model, last=False, weight=3):
-            one.backward()
-            two.backward()  # the weight is that of both together
-        with lockstep.accumulate(model, weight=1):
-            model(torch.full((1, 1), 2.0).double()).sum().backward()
-        return model.weight.grad.item()
-
-    assert run_ranks(2, call) == [2.0, 2.0]
-
-
-def test_it_nests_in_no_sync():
-    def call(rank):
-        model = one_weight(rank)
-        x = torch.full((1, 1), rank.rank + 1.0).double()
-        with count_collectives(rank) as sent, model.no_sync(), lockstep.accumulate(model, last=True, weight=2):
+@on_ranks(2)
+def test_without_weights_it_is_no_sync_around_all_but_the_last(rank):
+    model = one_weight(rank)
+    x = torch.full((1, 1), rank.rank + 1.0).double()
+    seen = []
+    for last in (False, True, True):
+        with lockstep.accumulate(model, last=last):
             model(x).sum().backward()
-        assert sent == []
-        with lockstep.accumulate(model, last=True, weight=1):
-            model(x).sum().backward()
-        return model.weight.grad.item()
-
-    assert run_ranks(2, call) == [1.0, 1.0]
+        seen.append(model.weight.grad.item())
+    own = (1.0, 2.0)[rank.rank]
+    assert seen == [own, 3.0, 4.5]
 
 
-def test_unused_late_sparse_and_large_gradients_are_weighted_too():
+@on_ranks(2)
+def test_forward_may_run_before_and_backward_twice(rank):
+    model = one_weight(rank)
+    one, two = (model(torch.full((1, 1), x).double()).sum() for x in (2.0, 4.0))
+    with lockstep.accumulate(model, last=False, weight=3):
+        one.backward()
+        two.backward()  # the weight is that of both together
+    with lockstep.accumulate(model, weight=1):
+        model(torch.full((1, 1), 2.0).double()).sum().backward()
+    assert model.weight.grad.item() == 2.0
+
+
+@on_ranks(2)
+def test_it_nests_in_no_sync(rank):
+    model = one_weight(rank)
+    x = torch.full((1, 1), rank.rank + 1.0).double()
+    with count_collectives(rank) as sent, model.no_sync(), lockstep.accumulate(model, last=True, weight=2):
+        model(x).sum().backward()
+    assert sent == []
+    with lockstep.accumulate(model, last=True, weight=1):
+        model(x).sum().backward()
+    assert model.weight.grad.item() == 1.0
+
+
+@on_ranks(2)
+def test_unused_late_sparse_and_large_gradients_are_weighted_too(rank):
     class Parts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -237,47 +225,44 @@ def test_unused_late_sparse_and_large_gradients_are_weighted_too():
             self.large = nn.Parameter(torch.ones(1 << 20).double())
             self.branches = nn.ParameterList(torch.ones(1).double() for _ in range(3))
 
-    def call(rank):
-        model = Parts()
-        lockstep.replicate(model, process_group=rank.group)
-        for number in range(3):
-            model.zero_grad()
-            branch = model.branches[rank.rank if number < 2 else 2]  # the last one has no place in the plan
-            with lockstep.accumulate(model, weight=rank.rank + 1):
-                (model.sparse(torch.tensor([rank.rank])).sum() + model.large.sum() + 6 * branch.sum()).backward()
-        grads = [None if b.grad is None else b.grad.item() for b in model.branches]
-        return model.sparse.weight.grad.to_dense().flatten().tolist(), model.large.grad[-1].item(), grads
-
     third = pytest.approx(1 / 3)
-    assert run_ranks(2, call) == [([third, third, 0, 0], pytest.approx(2 / 3), [None, None, 4.0])] * 2
+    model = Parts()
+    lockstep.replicate(model, process_group=rank.group)
+    for number in range(3):
+        model.zero_grad()
+        branch = model.branches[rank.rank if number < 2 else 2]  # the last one has no place in the plan
+        with lockstep.accumulate(model, weight=rank.rank + 1):
+            (model.sparse(torch.tensor([rank.rank])).sum() + model.large.sum() + 6 * branch.sum()).backward()
+    grads = [None if b.grad is None else b.grad.item() for b in model.branches]
+    assert (model.sparse.weight.grad.to_dense().flatten().tolist(), model.large.grad[-1].item(), grads) == (
+        [third, third, 0, 0],
+        pytest.approx(2 / 3),
+        [None, None, 4.0],
+    )
 
 
-def test_weights_take_no_collective():
-    def call(rank):
-        model = one_weight(rank)
-        weighted(rank, model, [(1.0, 2)])
-        with count_collectives(rank) as sent:
-            weighted(rank, model, [(1.0, 2), (1.0, 3)])
-        return [each.name for each in sent]
-
-    assert run_ranks(2, call) == [["all_reduce"]] * 2
+@on_ranks(2)
+def test_weights_take_no_collective(rank):
+    model = one_weight(rank)
+    weighted(rank, model, [(1.0, 2)])
+    with count_collectives(rank) as sent:
+        weighted(rank, model, [(1.0, 2), (1.0, 3)])
+    assert [each.name for each in sent] == ["all_reduce"]
 
 
 # ---------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("weight", [-1, -1e-300, math.inf, math.nan, torch.tensor(-2.0)])
-def test_weights_are_finite_and_not_negative(weight):
-    def call(rank):
-        model = one_weight(rank)
-        with (
-            pytest.raises(OptionError, match="expected a finite number, 0 or more"),
-            lockstep.accumulate(model, weight=weight),
-        ):
-            raise AssertionError("inside")
-        return weighted(rank, model, [(4.0, 2)]), model.no_sync is not None
-
-    assert run_ranks(2, call) == [(2.0, True)] * 2
+@on_ranks(2)
+def test_weights_are_finite_and_not_negative(rank, weight):
+    model = one_weight(rank)
+    with (
+        pytest.raises(OptionError, match="expected a finite number, 0 or more"),
+        lockstep.accumulate(model, weight=weight),
+    ):
+        raise AssertionError("inside")
+    assert (weighted(rank, model, [(4.0, 2)]), model.no_sync is not None) == (2.0, True)
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -297,22 +282,21 @@ def test_a_rank_without_a_weight_is_an_error_on_every_rank_by_its_number(missing
 
 
 @pytest.mark.parametrize("weights", [[3, None], [None, 3], [None, 3, 2], [3, None, 2]])
-def test_a_micro_batch_without_a_weight_is_an_error_and_training_goes_on(weights):
-    def call(rank):
-        model = one_weight(rank)
-        with pytest.raises(OptionError, match="give accumulate\\(\\) a weight in every micro-batch, or in none"):
-            weighted(rank, model, [(1.0, weight) for weight in weights])
-        return weighted(rank, model, [(6.0, 1), (6.0, 2)]), weighted(rank, model, [(6.0, None), (6.0, None)])
+@on_ranks(2)
+def test_a_micro_batch_without_a_weight_is_an_error_and_training_goes_on(rank, weights):
+    model = one_weight(rank)
+    with pytest.raises(OptionError, match="give accumulate\\(\\) a weight in every micro-batch, or in none"):
+        weighted(rank, model, [(1.0, weight) for weight in weights])
+    assert (weighted(rank, model, [(6.0, 1), (6.0, 2)]), weighted(rank, model, [(6.0, None), (6.0, None)])) == (
+        4.0,
+        12.0,
+    )
 
-    assert run_ranks(2, call) == [(4.0, 12.0)] * 2
 
-
-def test_a_micro_batch_without_a_weight_on_one_rank_is_told_to_the_others():
-    def call(rank):
-        model = one_weight(rank)
-        kind = OptionError if rank.rank == 1 else lockstep.errors.PeerError
-        with pytest.raises(kind):
-            weighted(rank, model, [(1.0, 1), (1.0, None if rank.rank == 1 else 1)])
-        return weighted(rank, model, [(6.0, 1), (6.0, 2)])
-
-    assert run_ranks(2, call) == [4.0, 4.0]
+@on_ranks(2)
+def test_a_micro_batch_without_a_weight_on_one_rank_is_told_to_the_others(rank):
+    model = one_weight(rank)
+    kind = OptionError if rank.rank == 1 else lockstep.errors.PeerError
+    with pytest.raises(kind):
+        weighted(rank, model, [(1.0, 1), (1.0, None if rank.rank == 1 else 1)])
+    assert weighted(rank, model, [(6.0, 1), (6.0, 2)]) == 4.0
