@@ -26,6 +26,7 @@ from torch.futures import Future
 import lockstep
 from lockstep.distributed.reduction.buckets.comm_hooks import GradBucket
 from lockstep.errors import HookError, PeerError
+from programs.ranks import on_ranks, replicated
 from small_modules import fails_in_backward, x_of
 from threaded import count_collectives, run_ranks
 
@@ -45,7 +46,7 @@ def network(dtype=torch.float32):
 
 def prepared(rank, *hooks, make=network, **options):
     """A replicated network, the same at each call, with hooks `(state, hook)`."""
-    model = lockstep.replicate(rank.make(make), process_group=rank.group, **options)
+    model = replicated(rank, make, **options)
     for state, hook in hooks:
         model.register_comm_hook(state, hook)
     return model
@@ -85,18 +86,15 @@ SIMPLE = {
 
 @pytest.mark.parametrize("name", SIMPLE)
 @pytest.mark.parametrize("cap", [25, 1e-4])
-def test_hooks_of_torch_reduce_to_the_mean(name, cap):
+@on_ranks(2)
+def test_hooks_of_torch_reduce_to_the_mean(rank, name, cap):
     hook, tolerance = SIMPLE[name]
-
-    def call(rank):
-        wanted = train(rank, prepared(rank), 3)
-        model = prepared(rank, (rank.group, hook), bucket_cap_mb=cap)
-        got = train(rank, model, 3)
-        close(got, wanted, tolerance)
-        assert all(rank.all_equal(gradient) for step in got for gradient in step)
-        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-
-    run_ranks(2, call)
+    wanted = train(rank, prepared(rank), 3)
+    model = prepared(rank, (rank.group, hook), bucket_cap_mb=cap)
+    got = train(rank, model, 3)
+    close(got, wanted, tolerance)
+    assert all(rank.all_equal(gradient) for step in got for gradient in step)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
 class LikeNccl:
@@ -140,24 +138,22 @@ def wide():
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.numpy
-def test_power_sgd_loses_nothing_if_it_keeps_all(batched, warm):
-    def call(rank):
-        state = powerSGD_hook.PowerSGDState(
-            rank.group,
-            4,
-            start_powerSGD_iter=2,
-            min_compression_rate=0.1,
-            warm_start=warm,
-            use_error_feedback=warm,
-            batch_tensors_with_same_shape=batched,
-        )
-        model = prepared(rank, (state, powerSGD_hook.powerSGD_hook), make=wide, bucket_cap_mb=1e-5)
-        got = train(rank, model, 8)
-        close(got, train(rank, prepared(rank, make=wide), 8), 1e-4)
-        assert all(rank.all_equal(gradient) for step in got for gradient in step)
-        assert state.iter == 8
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_power_sgd_loses_nothing_if_it_keeps_all(rank, batched, warm):
+    state = powerSGD_hook.PowerSGDState(
+        rank.group,
+        4,
+        start_powerSGD_iter=2,
+        min_compression_rate=0.1,
+        warm_start=warm,
+        use_error_feedback=warm,
+        batch_tensors_with_same_shape=batched,
+    )
+    model = prepared(rank, (state, powerSGD_hook.powerSGD_hook), make=wide, bucket_cap_mb=1e-5)
+    got = train(rank, model, 8)
+    close(got, train(rank, prepared(rank, make=wide), 8), 1e-4)
+    assert all(rank.all_equal(gradient) for step in got for gradient in step)
+    assert state.iter == 8
 
 
 @pytest.mark.usefixtures("draws_in_turn")
@@ -180,15 +176,13 @@ def test_batched_power_sgd_gives_every_rank_the_same(monkeypatch):
 @pytest.mark.usefixtures("draws_in_turn")
 @pytest.mark.parametrize("wrap", [default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper])
 @pytest.mark.numpy
-def test_power_sgd_in_lower_precision(wrap):
-    def call(rank):
-        state = powerSGD_hook.PowerSGDState(rank.group, 4, start_powerSGD_iter=2, min_compression_rate=0.1)
-        model = prepared(rank, (state, wrap(powerSGD_hook.powerSGD_hook)), make=wide)
-        got = train(rank, model, 4)
-        close(got, train(rank, prepared(rank, make=wide), 4), 3e-2)
-        assert all(rank.all_equal(gradient) for step in got for gradient in step)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_power_sgd_in_lower_precision(rank, wrap):
+    state = powerSGD_hook.PowerSGDState(rank.group, 4, start_powerSGD_iter=2, min_compression_rate=0.1)
+    model = prepared(rank, (state, wrap(powerSGD_hook.powerSGD_hook)), make=wide)
+    got = train(rank, model, 4)
+    close(got, train(rank, prepared(rank, make=wide), 4), 3e-2)
+    assert all(rank.all_equal(gradient) for step in got for gradient in step)
 
 
 def test_post_local_sgd_averages_at_first_and_in_the_subgroup_later():
@@ -212,12 +206,10 @@ def test_post_local_sgd_averages_at_first_and_in_the_subgroup_later():
     run_ranks(2, call)
 
 
-def test_noop_leaves_each_rank_its_own_gradients_undivided():
-    def call(rank):
-        model = prepared(rank, (None, debugging_hooks.noop_hook))
-        close(train(rank, model, 2), train(rank, rank.make(network), 2), 0)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_noop_leaves_each_rank_its_own_gradients_undivided(rank):
+    model = prepared(rank, (None, debugging_hooks.noop_hook))
+    close(train(rank, model, 2), train(rank, rank.make(network), 2), 0)
 
 
 class StepAtOnce:
@@ -231,38 +223,34 @@ class StepAtOnce:
         parameter.sub_(gradient, alpha=self.rate)
 
 
-def test_an_optimizer_fused_behind_a_hook_steps_with_the_mean():
-    def call(rank):
-        state = optimizer_overlap_hooks._OptimizerHookState(StepAtOnce(0.1))
-        hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
-        model, plain = prepared(rank, (rank.group, hook), bucket_cap_mb=1e-4), prepared(rank)
-        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for step in range(3):
-            train(rank, model, 1, first=step)
-            train(rank, plain, 1, first=step)
-            sgd.step()
-        close(list(model.parameters()), list(plain.parameters()), 1e-6)
-        lockstep.check_in_sync(model)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_an_optimizer_fused_behind_a_hook_steps_with_the_mean(rank):
+    state = optimizer_overlap_hooks._OptimizerHookState(StepAtOnce(0.1))
+    hook = optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state)
+    model, plain = prepared(rank, (rank.group, hook), bucket_cap_mb=1e-4), prepared(rank)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        train(rank, model, 1, first=step)
+        train(rank, plain, 1, first=step)
+        sgd.step()
+    close(list(model.parameters()), list(plain.parameters()), 1e-6)
+    lockstep.check_in_sync(model)
 
 
-def test_hooks_of_torch_reduce_sparse_gradients():
-    def call(rank):
-        def make():
-            return nn.Sequential(nn.EmbeddingBag(6, 3, sparse=True), nn.Linear(3, 1)).double()
+@on_ranks(2)
+def test_hooks_of_torch_reduce_sparse_gradients(rank):
+    def make():
+        return nn.Sequential(nn.EmbeddingBag(6, 3, sparse=True), nn.Linear(3, 1)).double()
 
-        model, plain = prepared(rank, (rank.group, default_hooks.allreduce_hook), make=make), prepared(rank, make=make)
-        ids = torch.tensor([[0, 1], [1, 5]][rank.rank : rank.rank + 1])
-        for _ in range(2):
-            for each in (model, plain):
-                each.zero_grad()
-                each(ids).sum().backward()
-            assert model[0].weight.grad.is_sparse
-            torch.testing.assert_close(model[0].weight.grad.coalesce(), plain[0].weight.grad.coalesce())
-            torch.testing.assert_close(model[1].weight.grad, plain[1].weight.grad)
-
-    run_ranks(2, call)
+    model, plain = prepared(rank, (rank.group, default_hooks.allreduce_hook), make=make), prepared(rank, make=make)
+    ids = torch.tensor([[0, 1], [1, 5]][rank.rank : rank.rank + 1])
+    for _ in range(2):
+        for each in (model, plain):
+            each.zero_grad()
+            each(ids).sum().backward()
+        assert model[0].weight.grad.is_sparse
+        torch.testing.assert_close(model[0].weight.grad.coalesce(), plain[0].weight.grad.coalesce())
+        torch.testing.assert_close(model[1].weight.grad, plain[1].weight.grad)
 
 
 # ---------------------------------------------------------------------------------- what comes of one
@@ -330,93 +318,85 @@ def test_what_hooks_make_of_gradients(hook, expected):
     assert run_ranks(2, lambda rank: one_step(rank, (rank.group, hook))) == [expected] * 2
 
 
-def test_a_module_has_one_hook():
-    def call(rank):
-        model = prepared(rank, (None, doubled), make=one_weight)
+@on_ranks(2)
+def test_a_module_has_one_hook(rank):
+    model = prepared(rank, (None, doubled), make=one_weight)
+    for _ in range(2):
+        with pytest.raises(HookError, match=r"only be called once. This module's communication hook is doubled"):
+            model.register_comm_hook(None, one_more)
+        model.zero_grad()
+        model(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
+    assert model.weight.grad.item() == 3.0
+
+
+@on_ranks(2)
+def test_averaging_divides_before_it_adds(rank):
+    # Each rank's 40000 fits into float16, their sum does not.
+    model = prepared(rank, (None, lambda state, bucket: bucket.buffer().half()), make=one_weight)
+    model(torch.full((1, 1), 40000.0)).sum().backward()
+    assert (model.weight.grad.item(), model.weight.grad.dtype) == (40000.0, torch.float32)
+
+
+@on_ranks(2)
+def test_a_hook_may_be_added_between_steps(rank):
+    seen, model = [], prepared(rank, make=one_weight, buffer_policy="mean")
+    model.register_buffer("kept", torch.tensor(float(rank.rank)))
+    for hook in (None, doubled, None):
+        if hook is not None:
+            model.register_comm_hook(None, hook)
         for _ in range(2):
-            with pytest.raises(HookError, match=r"only be called once. This module's communication hook is doubled"):
-                model.register_comm_hook(None, one_more)
             model.zero_grad()
             model(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
-        return model.weight.grad.item()
-
-    assert run_ranks(2, call) == [3.0] * 2
-
-
-def test_averaging_divides_before_it_adds():
-    # Each rank's 40000 fits into float16, their sum does not.
-    def call(rank):
-        model = prepared(rank, (None, lambda state, bucket: bucket.buffer().half()), make=one_weight)
-        model(torch.full((1, 1), 40000.0)).sum().backward()
-        return model.weight.grad.item(), model.weight.grad.dtype
-
-    assert run_ranks(2, call) == [(40000.0, torch.float32)] * 2
+        seen.append(model.weight.grad.item())
+    assert seen == [1.5, 3.0, 3.0]
 
 
-def test_a_hook_may_be_added_between_steps():
-    def call(rank):
-        seen, model = [], prepared(rank, make=one_weight, buffer_policy="mean")
-        model.register_buffer("kept", torch.tensor(float(rank.rank)))
-        for hook in (None, doubled, None):
-            if hook is not None:
-                model.register_comm_hook(None, hook)
-            for _ in range(2):
-                model.zero_grad()
-                model(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
-            seen.append(model.weight.grad.item())
-        return seen
+@on_ranks(2)
+def test_hooks_do_not_run_without_synchronisation_and_get_all_that_has_piled_up(rank):
+    seen = []
 
-    assert run_ranks(2, call) == [[1.5, 3.0, 3.0]] * 2
+    def look(state, bucket):
+        seen.append(bucket.buffer().item())
+        return bucket.buffer()
 
-
-def test_hooks_do_not_run_without_synchronisation_and_get_all_that_has_piled_up():
-    def call(rank):
-        seen = []
-
-        def look(state, bucket):
-            seen.append(bucket.buffer().item())
-            return bucket.buffer()
-
-        model = prepared(rank, (None, look), make=one_weight)
-        x = torch.full((1, 1), rank.rank + 1.0)
-        with model.no_sync():
-            model(x).sum().backward()
-            model(x).sum().backward()
-        assert seen == []
+    model = prepared(rank, (None, look), make=one_weight)
+    x = torch.full((1, 1), rank.rank + 1.0)
+    with model.no_sync():
         model(x).sum().backward()
-        return seen, model.weight.grad.item()
-
-    assert run_ranks(2, call) == [([3.0], 4.5), ([6.0], 4.5)]
-
-
-def test_weights_count_with_hooks_too():
-    def call(rank):
-        model = prepared(rank, (rank.group, doubled_then_reduced), make=one_weight)
-        for last in (False, True):
-            with lockstep.accumulate(model, last=last, weight=rank.rank + 1):
-                model(torch.full((1, 1), 3.0)).sum().backward()
-        return model.weight.grad.item()
-
-    assert run_ranks(2, call) == [pytest.approx(2 * 12 / 6)] * 2
+        model(x).sum().backward()
+    assert seen == []
+    model(x).sum().backward()
+    assert (seen, model.weight.grad.item()) == [([3.0], 4.5), ([6.0], 4.5)][rank.rank]
 
 
-def test_unused_parameters_and_buffers_with_hooks():
-    def call(rank):
-        model = prepared(rank, (rank.group, reduced), make=lambda: nn.ModuleList(one_weight() for _ in range(3)))
-        model.register_buffer("unseen", torch.zeros(1))
-        branches = nn.Module()
-        branches.parts = nn.ModuleList(one_weight() for _ in range(3))
-        branches.register_buffer("kept", torch.tensor(float(rank.rank)))
-        lockstep.replicate(branches, process_group=rank.group)
-        branches.register_comm_hook(rank.group, reduced)
-        for step in range(3):
-            branches.zero_grad()
-            branches.kept.fill_(step + rank.rank)
-            branches.parts[rank.rank](torch.full((1, 1), 2.0)).sum().backward()
-            assert branches.kept.item() == step
-        return [None if part.weight.grad is None else part.weight.grad.item() for part in branches.parts]
+@on_ranks(2)
+def test_weights_count_with_hooks_too(rank):
+    model = prepared(rank, (rank.group, doubled_then_reduced), make=one_weight)
+    for last in (False, True):
+        with lockstep.accumulate(model, last=last, weight=rank.rank + 1):
+            model(torch.full((1, 1), 3.0)).sum().backward()
+    assert model.weight.grad.item() == pytest.approx(2 * 12 / 6)
 
-    assert run_ranks(2, call) == [[1.0, 1.0, None]] * 2
+
+@on_ranks(2)
+def test_unused_parameters_and_buffers_with_hooks(rank):
+    model = prepared(rank, (rank.group, reduced), make=lambda: nn.ModuleList(one_weight() for _ in range(3)))
+    model.register_buffer("unseen", torch.zeros(1))
+    branches = nn.Module()
+    branches.parts = nn.ModuleList(one_weight() for _ in range(3))
+    branches.register_buffer("kept", torch.tensor(float(rank.rank)))
+    lockstep.replicate(branches, process_group=rank.group)
+    branches.register_comm_hook(rank.group, reduced)
+    for step in range(3):
+        branches.zero_grad()
+        branches.kept.fill_(step + rank.rank)
+        branches.parts[rank.rank](torch.full((1, 1), 2.0)).sum().backward()
+        assert branches.kept.item() == step
+    assert [None if part.weight.grad is None else part.weight.grad.item() for part in branches.parts] == [
+        1.0,
+        1.0,
+        None,
+    ]
 
 
 # ---------------------------------------------------------------------------------- what they see
@@ -459,58 +439,58 @@ def test_what_is_in_a_bucket():
     assert sorted(name for *_, names in second for name in names) == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 
-def test_gradients_are_this_ranks_own_and_large_ones_have_a_bucket_of_their_own():
-    def call(rank):
-        seen = []
-
-        def look(state, bucket):
-            seen.append((bucket.buffer().numel(), bucket.buffer()[0].item(), len(bucket.gradients())))
-            return bucket.buffer()
-
-        model = prepared(rank, (None, look), make=lambda: nn.Linear(1024, 1025))
-        model(torch.full((1, 1024), rank.rank + 1.0)).sum().backward()
-        return sorted(seen), model.weight.grad[0, 0].item(), model.bias.grad[0].item()
-
+@on_ranks(2)
+def test_gradients_are_this_ranks_own_and_large_ones_have_a_bucket_of_their_own(rank):
     small, large = (1025, 1.0, 1), 1024 * 1025
-    assert run_ranks(2, call) == [([small, (large, rank + 1.0, 1)], 1.5, 1.0) for rank in range(2)]
+    seen = []
+
+    def look(state, bucket):
+        seen.append((bucket.buffer().numel(), bucket.buffer()[0].item(), len(bucket.gradients())))
+        return bucket.buffer()
+
+    model = prepared(rank, (None, look), make=lambda: nn.Linear(1024, 1025))
+    model(torch.full((1, 1024), rank.rank + 1.0)).sum().backward()
+    assert (sorted(seen), model.weight.grad[0, 0].item(), model.bias.grad[0].item()) == (
+        [small, (large, rank.rank + 1.0, 1)],
+        1.5,
+        1.0,
+    )
 
 
-def test_a_sparse_bucket():
-    def call(rank):
-        seen = []
+@on_ranks(2)
+def test_a_sparse_bucket(rank):
+    seen = []
 
-        def look(state, bucket):
-            (gradient,) = bucket.gradients()
-            seen.append((bucket.buffer().is_sparse, gradient.is_sparse, bucket.parameters()[0] is model.weight))
-            return bucket.buffer() * 2
+    def look(state, bucket):
+        (gradient,) = bucket.gradients()
+        seen.append((bucket.buffer().is_sparse, gradient.is_sparse, bucket.parameters()[0] is model.weight))
+        return bucket.buffer() * 2
 
-        model = prepared(rank, (None, look), make=lambda: nn.Embedding(4, 1, sparse=True))
-        model(torch.tensor([rank.rank, 3])).sum().backward()
-        return seen, model.weight.grad.is_sparse, model.weight.grad.to_dense().flatten().tolist()
-
-    assert run_ranks(2, call) == [([(True, True, True)], True, [1.0, 1.0, 0.0, 2.0])] * 2
-
-
-def test_hooks_run_once_for_each_bucket_and_the_report_goes_alone():
-    def call(rank):
-        model = prepared(rank, (None, doubled), bucket_cap_mb=1e-4)  # four
-        train(rank, model, 2)
-        with count_collectives(rank) as sent:
-            train(rank, model, 1)
-        return [each.name for each in sent], lockstep.loop.statistics(model).calls["hook"]
-
-    assert run_ranks(2, call) == [(["all_reduce"] * 5, 12)] * 2
+    model = prepared(rank, (None, look), make=lambda: nn.Embedding(4, 1, sparse=True))
+    model(torch.tensor([rank.rank, 3])).sum().backward()
+    assert (seen, model.weight.grad.is_sparse, model.weight.grad.to_dense().flatten().tolist()) == (
+        [(True, True, True)],
+        True,
+        [1.0, 1.0, 0.0, 2.0],
+    )
 
 
-def test_set_buffer_wants_as_many_elements():
-    def call(rank):
-        def cut(state, bucket):
-            bucket.set_buffer(bucket.buffer()[1:])
+@on_ranks(2)
+def test_hooks_run_once_for_each_bucket_and_the_report_goes_alone(rank):
+    model = prepared(rank, (None, doubled), bucket_cap_mb=1e-4)  # four
+    train(rank, model, 2)
+    with count_collectives(rank) as sent:
+        train(rank, model, 1)
+    assert ([each.name for each in sent], lockstep.loop.statistics(model).calls["hook"]) == (["all_reduce"] * 5, 12)
 
-        with pytest.raises(HookError, match=r"bucket 0: set_buffer\(\) got 0 elements, expected 1"):
-            one_step(rank, (None, cut))
 
-    run_ranks(2, call)
+@on_ranks(2)
+def test_set_buffer_wants_as_many_elements(rank):
+    def cut(state, bucket):
+        bucket.set_buffer(bucket.buffer()[1:])
+
+    with pytest.raises(HookError, match=r"bucket 0: set_buffer\(\) got 0 elements, expected 1"):
+        one_step(rank, (None, cut))
 
 
 # ---------------------------------------------------------------------------------- refused
@@ -603,17 +583,15 @@ RETURNED = {
 
 
 @pytest.mark.parametrize(("returned", "message"), RETURNED.values(), ids=RETURNED)
-def test_what_a_hook_returns_is_checked(returned, message):
-    def call(rank):
-        def odd(state, bucket):
-            return returned() if callable(returned) else returned
+@on_ranks(2)
+def test_what_a_hook_returns_is_checked(rank, returned, message):
+    def odd(state, bucket):
+        return returned() if callable(returned) else returned
 
-        with pytest.raises(HookError) as caught:
-            one_step(rank, (None, odd))
-        assert isinstance(caught.value, RuntimeError)
-        return message in str(caught.value)
-
-    assert run_ranks(2, call) == [True, True]
+    with pytest.raises(HookError) as caught:
+        one_step(rank, (None, odd))
+    assert isinstance(caught.value, RuntimeError)
+    assert message in str(caught.value)
 
 
 def test_a_future_of_a_list_of_one_is_a_future_of_that():
@@ -632,61 +610,51 @@ def failing_later(state, bucket):
 
 
 @pytest.mark.parametrize("cap", [25, 1e-4])
-def test_training_goes_on_after_hooks_that_raise_on_all_ranks(cap):
-    def call(rank):
-        model = prepared(rank, (["once"], raising), bucket_cap_mb=cap)
-        with pytest.raises(KeyError, match="once"):
-            train(rank, model, 1)
-        close(train(rank, model, 2), train(rank, prepared(rank), 2), 1e-7)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_training_goes_on_after_hooks_that_raise_on_all_ranks(rank, cap):
+    model = prepared(rank, (["once"], raising), bucket_cap_mb=cap)
+    with pytest.raises(KeyError, match="once"):
+        train(rank, model, 1)
+    close(train(rank, model, 2), train(rank, prepared(rank), 2), 1e-7)
 
 
-def test_training_goes_on_after_a_future_that_failed_on_all_ranks():
-    def call(rank):
-        model = prepared(rank, ([rank.group, "once"], failing_later))
-        with pytest.raises(RuntimeError, match="division by zero"):
-            train(rank, model, 1)
-        close(train(rank, model, 2), train(rank, prepared(rank), 2), 1e-7)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_training_goes_on_after_a_future_that_failed_on_all_ranks(rank):
+    model = prepared(rank, ([rank.group, "once"], failing_later))
+    with pytest.raises(RuntimeError, match="division by zero"):
+        train(rank, model, 1)
+    close(train(rank, model, 2), train(rank, prepared(rank), 2), 1e-7)
 
 
 # ---------------------------------------------------------------------------------- odds and ends
 
 
-def test_copies_have_no_hooks():
-    def call(rank):
-        model = prepared(rank, (None, doubled), make=one_weight)
-        copied = copy.deepcopy(model)
-        copied(torch.ones(1, 1)).sum().backward()
-        return copied.weight.grad.item(), type(copied) is nn.Linear
-
-    assert run_ranks(2, call) == [(1.0, True)] * 2
+@on_ranks(2)
+def test_copies_have_no_hooks(rank):
+    model = prepared(rank, (None, doubled), make=one_weight)
+    copied = copy.deepcopy(model)
+    copied(torch.ones(1, 1)).sum().backward()
+    assert (copied.weight.grad.item(), type(copied) is nn.Linear) == (1.0, True)
 
 
-def test_hooks_registered_before_there_is_a_group_count_from_the_first_backward():
-    def call(rank):
-        model = lockstep.DistributedDataParallel(rank.make(one_weight), process_group=rank.group, init_sync=False)
-        model.register_comm_hook(None, doubled)
-        model(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
-        return model.module.weight.grad.item()
-
-    assert run_ranks(2, call) == [3.0, 3.0]
+@on_ranks(2)
+def test_hooks_registered_before_there_is_a_group_count_from_the_first_backward(rank):
+    model = lockstep.DistributedDataParallel(rank.make(one_weight), process_group=rank.group, init_sync=False)
+    model.register_comm_hook(None, doubled)
+    model(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
+    assert model.module.weight.grad.item() == 3.0
 
 
-def test_two_modules_on_one_group_have_hooks_of_their_own():
-    def call(rank):
-        one = prepared(rank, (None, doubled), make=one_weight)
-        other = prepared(rank, (rank.group, reduced), make=one_weight)
-        x = torch.full((1, 1), rank.rank + 1.0)
-        for _ in range(2):
-            one.zero_grad()
-            other.zero_grad()
-            (one(x) + other(x)).sum().backward()
-        return one.weight.grad.item(), other.weight.grad.item()
-
-    assert run_ranks(2, call) == [(3.0, 1.5)] * 2
+@on_ranks(2)
+def test_two_modules_on_one_group_have_hooks_of_their_own(rank):
+    one = prepared(rank, (None, doubled), make=one_weight)
+    other = prepared(rank, (rank.group, reduced), make=one_weight)
+    x = torch.full((1, 1), rank.rank + 1.0)
+    for _ in range(2):
+        one.zero_grad()
+        other.zero_grad()
+        (one(x) + other(x)).sum().backward()
+    assert (one.weight.grad.item(), other.weight.grad.item()) == (3.0, 1.5)
 
 
 def test_the_number_of_a_bucket_is_not_that_of_a_parameter_which_had_the_same_address():
@@ -722,27 +690,27 @@ def _parameter_at(address, kept):
     return pytest.skip("the memory was not used again")
 
 
-def test_the_number_of_a_bucket_in_the_first_round_of_a_new_plan():
+@on_ranks(1)
+def test_the_number_of_a_bucket_in_the_first_round_of_a_new_plan(rank):
     """All that a layer had which was replaced is no new one's, in any round."""
+    seen = []
 
-    def call(rank):
-        seen = []
+    def look(state, bucket):
+        seen.append((bucket.index(), [p is model[1].weight for p in bucket.parameters()]))
+        return bucket.buffer()
 
-        def look(state, bucket):
-            seen.append((bucket.index(), [p is model[1].weight for p in bucket.parameters()]))
-            return bucket.buffer()
-
-        model = prepared(rank, (None, look), make=lambda: nn.Sequential(one_weight(), one_weight()), bucket_cap_mb=1e-6)
-        for _ in range(3):
-            model(x_of(rank)).sum().backward()
-        before = {number for number, _ in seen}
-        model[1] = rank.make(one_weight)
-        seen.clear()
-        for _ in range(4):
-            model(x_of(rank)).sum().backward()
-        return before & {number for number, is_new in seen if True in is_new}, any(True in is_new for _, is_new in seen)
-
-    assert run_ranks(1, call) == [(set(), True)]
+    model = prepared(rank, (None, look), make=lambda: nn.Sequential(one_weight(), one_weight()), bucket_cap_mb=1e-6)
+    for _ in range(3):
+        model(x_of(rank)).sum().backward()
+    before = {number for number, _ in seen}
+    model[1] = rank.make(one_weight)
+    seen.clear()
+    for _ in range(4):
+        model(x_of(rank)).sum().backward()
+    assert (
+        before & {number for number, is_new in seen if True in is_new},
+        any(True in is_new for _, is_new in seen),
+    ) == (set(), True)
 
 
 @pytest.mark.numpy

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import AgreementError, NotReplicableError, PeerError
+from programs.ranks import on_ranks
 from small_modules import fails_in_backward, x_of
 from threaded import run_ranks
 
@@ -75,7 +76,8 @@ def test_each_runs_once_for_every_parameter_that_any_rank_has_used(cap):
     )
 
 
-def communicate(rank):
+@on_ranks(2)
+def test_they_run_in_the_same_order_on_every_rank(rank):
     """Hooks that communicate need the same order on every rank, whatever order gradients come in."""
     module = lockstep.replicate(weights(3), process_group=rank.group)
     sums = []
@@ -93,11 +95,7 @@ def communicate(rank):
         for i in (0, 1, 2) if rank.rank else (2, 1, 0):
             x = module[i](x)
         (x * module[0].weight).sum().backward()
-    return sorted(sums[-3:])
-
-
-def test_they_run_in_the_same_order_on_every_rank():
-    assert run_ranks(2, communicate) == [[3.0, 3.0, 6.0]] * 2
+    assert sorted(sums[-3:]) == [3.0, 3.0, 6.0]
 
 
 class CheckpointedTwice(nn.Module):
@@ -111,20 +109,20 @@ class CheckpointedTwice(nn.Module):
         return x
 
 
-def checkpointed(rank):
+@on_ranks(2)
+def test_once_for_a_layer_that_is_checkpointed_twice(rank):
+    first = 1 - 0.1 * 2 * 1.5
     module = lockstep.replicate(CheckpointedTwice(), process_group=rank.group)
     stepped = step_in_hooks(module)
     for _ in range(2):
         module(x_of(rank).requires_grad_()).sum().backward()
-    return stepped, values(module)
+    assert (stepped, values(module)) == ([0, 0], [pytest.approx(first - 0.1 * 2 * 1.5 * first)])
 
 
-def test_once_for_a_layer_that_is_checkpointed_twice():
-    first = 1 - 0.1 * 2 * 1.5
-    assert run_ranks(2, checkpointed) == [([0, 0], [pytest.approx(first - 0.1 * 2 * 1.5 * first)])] * 2
-
-
-def accumulated(rank, cap):
+@pytest.mark.parametrize("cap", [None, 1e-6])
+@on_ranks(2)
+def test_not_on_gradients_that_are_this_ranks_alone(rank, cap):
+    after = [pytest.approx(1 - 0.1 * (3 + 4) / 2), pytest.approx(1 - 0.1 * 2 / 2)]
     module = lockstep.replicate(weights(2), process_group=rank.group, bucket_cap_mb=cap)
     stepped = step_in_hooks(module)
     with module.no_sync():
@@ -132,16 +130,11 @@ def accumulated(rank, cap):
         module[rank.rank](x_of(rank)).sum().backward()
     before = list(stepped), values(module)
     module[0](x_of(rank)).sum().backward()
-    return before, sorted(stepped), values(module)
+    assert (before, sorted(stepped), values(module)) == (([], [1.0, 1.0]), [0, 1], after)
 
 
-@pytest.mark.parametrize("cap", [None, 1e-6])
-def test_not_on_gradients_that_are_this_ranks_alone(cap):
-    after = [pytest.approx(1 - 0.1 * (3 + 4) / 2), pytest.approx(1 - 0.1 * 2 / 2)]
-    assert run_ranks(2, accumulated, cap) == [(([], [1.0, 1.0]), [0, 1], after)] * 2
-
-
-def parametrized_with_gradients_of_one_rank(rank):
+@on_ranks(2)
+def test_not_on_a_parameter_that_has_left_the_module(rank):
     """The successor shares the memory of the parameter that has left, whose gradient has not been reduced yet."""
     module = lockstep.replicate(nn.Linear(2, 2), process_group=rank.group)
     nn.init.ones_(module.weight)
@@ -151,25 +144,18 @@ def parametrized_with_gradients_of_one_rank(rank):
             module(torch.ones(1, 2)).sum().backward()
     nn.utils.parametrizations.weight_norm(module)
     module(torch.ones(1, 2)).sum().backward()
-    return sorted(stepped), module.parametrizations.weight.original1.tolist()
+    assert (sorted(stepped), module.parametrizations.weight.original1.tolist()) == ([1], [[1, 1], [1, 1]])
 
 
-def test_not_on_a_parameter_that_has_left_the_module():
-    assert run_ranks(2, parametrized_with_gradients_of_one_rank) == [([1], [[1, 1], [1, 1]])] * 2
-
-
-def failing(rank):
+@on_ranks(2)
+def test_not_in_a_round_that_has_failed(rank):
     module = lockstep.replicate(weights(2), process_group=rank.group)
     stepped = step_in_hooks(module)
     with pytest.raises(ValueError if rank.rank else PeerError):
         x = module[0](x_of(rank))
         module[1](fails_in_backward(x, error=ValueError) if rank.rank else x).sum().backward()
     module.zero_grad()
-    return stepped, values(module)
-
-
-def test_not_in_a_round_that_has_failed():
-    assert run_ranks(2, failing) == [([], [1.0, 1.0])] * 2
+    assert (stepped, values(module)) == ([], [1.0, 1.0])
 
 
 # ------------------------------------------------------------------------------------ handles
@@ -216,7 +202,9 @@ def test_handles_remove_their_hooks_when_a_module_is_wrapped_again():
     assert run_ranks(2, remove, True) == [wanted] * 2
 
 
-def between_passes(rank, cap):
+@pytest.mark.parametrize("cap", [None, 1e-6])
+@on_ranks(2)
+def test_between_passes_a_parameter_has_its_own_hooks_and_no_others(rank, cap):
     """The hooks of parameters after passes that synchronise, accumulate and fail."""
     module = lockstep.replicate(weights(3), process_group=rank.group, bucket_cap_mb=cap)
     module[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -235,15 +223,11 @@ def between_passes(rank, cap):
             x.sum().backward()
         now = [p._post_accumulate_grad_hooks for p in module.parameters()]
         same.append(all(a is b for a, b in zip(before, now, strict=True)))
-    return before[0], len(before[1]), same
+    assert (before[0], len(before[1]), same) == (None, 1, [True] * 4)
 
 
-@pytest.mark.parametrize("cap", [None, 1e-6])
-def test_between_passes_a_parameter_has_its_own_hooks_and_no_others(cap):
-    assert run_ranks(2, between_passes, cap) == [(None, 1, [True] * 4)] * 2
-
-
-def changed_in_a_pass(rank):
+@on_ranks(2)
+def test_hooks_that_change_while_a_pass_runs(rank):
     """Hooks that are registered and removed while backward runs, on parameters that have others."""
     module, seen = lockstep.replicate(weights(2), process_group=rank.group), []
     handles = [module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("first"))]
@@ -255,11 +239,7 @@ def changed_in_a_pass(rank):
     x = module[0](x_of(rank))
     x.register_hook(change)
     module[1](x).sum().backward()
-    return seen
-
-
-def test_hooks_that_change_while_a_pass_runs():
-    assert run_ranks(2, changed_in_a_pass) == [[1.5]] * 2
+    assert seen == [1.5]
 
 
 # -------------------------------------------------------------------- PyTorch's optimizers in backward
@@ -281,20 +261,20 @@ def apply_optimizers(module):
 REFUSED = "parameter {} has an optimizer from _apply_optimizer_in_backward.*register_post_accumulate_grad_hook"
 
 
-def test_optimizers_in_backward_are_refused_before_a_module_is_replicated():
+@on_ranks(2)
+def test_optimizers_in_backward_are_refused_before_a_module_is_replicated(rank):
     """On a rank that has none, too."""
-
-    def call(rank):
-        module = weights(2)
-        if rank.rank:
-            apply_optimizers(module[1])
-        with pytest.raises(NotReplicableError if rank.rank else AgreementError, match=REFUSED.format("1.weight")):
-            lockstep.replicate(module, process_group=rank.group)
-
-    run_ranks(2, call)
+    module = weights(2)
+    if rank.rank:
+        apply_optimizers(module[1])
+    with pytest.raises(NotReplicableError if rank.rank else AgreementError, match=REFUSED.format("1.weight")):
+        lockstep.replicate(module, process_group=rank.group)
 
 
-def refused_in_backward(rank, when, way):
+@pytest.mark.parametrize("way", ["whole", "part"])
+@pytest.mark.parametrize("when", ["at once", "later", "on new layers"])
+@on_ranks(2)
+def test_optimizers_in_backward_are_refused_before_they_step(rank, when, way):
     module = weights(3)
     whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
 
@@ -311,35 +291,25 @@ def refused_in_backward(rank, when, way):
         whole.set_requires_gradient_sync(sync)
         with pytest.raises(NotReplicableError, match=REFUSED.format(r"(layers.)?0.weight")):
             backward(rank.rank)
-    return values(module)
+    assert values(module) == [1.0] * 3
 
 
-@pytest.mark.parametrize("way", ["whole", "part"])
-@pytest.mark.parametrize("when", ["at once", "later", "on new layers"])
-def test_optimizers_in_backward_are_refused_before_they_step(when, way):
-    assert run_ranks(2, refused_in_backward, when, way) == [[1.0] * 3] * 2
+@on_ranks(2)
+def test_optimizers_in_backward_of_a_new_layer_that_another_rank_has_used(rank):
+    module = weights(2)
+    whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
+    module[1] = weights(1)[0]
+    apply_optimizers(module[1])
+    with pytest.raises(NotReplicableError) as caught:
+        whole(x_of(rank), rank.rank).sum().backward()
+    assert (values(module), type(caught.value)) == ([1.0, 1.0], NotReplicableError)
 
 
-def test_optimizers_in_backward_of_a_new_layer_that_another_rank_has_used():
-    def call(rank):
-        module = weights(2)
-        whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
-        module[1] = weights(1)[0]
-        apply_optimizers(module[1])
-        with pytest.raises(NotReplicableError) as caught:
-            whole(x_of(rank), rank.rank).sum().backward()
-        return values(module), type(caught.value)
-
-    assert run_ranks(2, call) == [([1.0, 1.0], NotReplicableError)] * 2
-
-
-def test_optimizers_in_backward_that_would_step_on_the_gradients_of_a_share_are_refused():
-    def call(rank):
-        model = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group, shares=2)
-        rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
-        data = lockstep.shares.GlobalBatches(rows, 2, 2, process_group=rank.group)
-        apply_optimizers(model)
-        with pytest.raises(NotReplicableError, match=REFUSED.format("weight")):
-            list(next(iter(data)))
-
-    run_ranks(1, call)
+@on_ranks(1)
+def test_optimizers_in_backward_that_would_step_on_the_gradients_of_a_share_are_refused(rank):
+    model = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group, shares=2)
+    rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
+    data = lockstep.shares.GlobalBatches(rows, 2, 2, process_group=rank.group)
+    apply_optimizers(model)
+    with pytest.raises(NotReplicableError, match=REFUSED.format("weight")):
+        list(next(iter(data)))
