@@ -10,6 +10,7 @@ import lockstep
 from lockstep.distributed.reduction.module.buffer_sync import PACKED_BYTES
 from lockstep.errors import AgreementError
 from processes import run_processes
+from programs.ranks import on_ranks
 from small_modules import one_weight, x_of
 from tensor_classes import Attributed
 from threaded import count_collectives, run_ranks
@@ -129,50 +130,52 @@ def test_values_of_rank_0_arrive_bit_for_bit(carrier):
     assert run_ranks(3, call) == [wanted] * 3
 
 
-def test_every_shape_and_layout():
-    def call(rank):
-        shapes = {
-            "scalar": drawn(rank, torch.float32),
-            "empty": torch.zeros(0, 3),
-            "empty_count": torch.zeros(0, dtype=torch.int64),
-            "transposed": drawn(rank, torch.float32, 3, 4).t(),
-            "strided": drawn(rank, torch.float64, 4, 6)[:, ::2],
-            "last": drawn(rank, torch.float32, 2, 3, 4, 5).to(memory_format=torch.channels_last),
-            "count": torch.tensor(rank.rank + 5),
-        }
-        model = Scale(**{name: torch.zeros_like(tensor) for name, tensor in shapes.items()})
-        model.strided = torch.zeros(4, 6, dtype=torch.float64)[:, ::2]
-        lockstep.replicate(model, process_group=rank.group)
-        for name, tensor in shapes.items():
-            getattr(model, name).copy_(tensor)
-        strides = {name: getattr(model, name).stride() for name in shapes}
-        step(model)
-        assert {name: getattr(model, name).stride() for name in shapes} == strides
-        assert all(rank.all_equal(getattr(model, name)) for name in shapes)
-        assert rank.rank or all(torch.equal(getattr(model, name), tensor) for name, tensor in shapes.items())
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_every_shape_and_layout(rank):
+    shapes = {
+        "scalar": drawn(rank, torch.float32),
+        "empty": torch.zeros(0, 3),
+        "empty_count": torch.zeros(0, dtype=torch.int64),
+        "transposed": drawn(rank, torch.float32, 3, 4).t(),
+        "strided": drawn(rank, torch.float64, 4, 6)[:, ::2],
+        "last": drawn(rank, torch.float32, 2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "count": torch.tensor(rank.rank + 5),
+    }
+    model = Scale(**{name: torch.zeros_like(tensor) for name, tensor in shapes.items()})
+    model.strided = torch.zeros(4, 6, dtype=torch.float64)[:, ::2]
+    lockstep.replicate(model, process_group=rank.group)
+    for name, tensor in shapes.items():
+        getattr(model, name).copy_(tensor)
+    strides = {name: getattr(model, name).stride() for name in shapes}
+    step(model)
+    assert {name: getattr(model, name).stride() for name in shapes} == strides
+    assert all(rank.all_equal(getattr(model, name)) for name in shapes)
+    assert rank.rank or all(torch.equal(getattr(model, name), tensor) for name, tensor in shapes.items())
 
 
-def test_buffers_that_are_not_saved_are_kept_equal_and_ignored_ones_are_not():
-    def call(rank):
-        model = Scale(kept=torch.zeros(1), own=torch.zeros(1))
-        model.register_buffer("hidden", torch.zeros(1), persistent=False)
-        model.part = Scale(deep=torch.zeros(1), skipped=torch.zeros(1))
-        model.out = Scale(whole=torch.zeros(1))
-        lockstep.replicate(
-            model,
-            ignored_modules=[model.out],
-            process_group=rank.group,
-            params_and_buffers_to_ignore=["own", "part.skipped"],
-        )
-        for _, buffer in model.named_buffers():
-            buffer.fill_(rank.rank + 1.0)
-        step(model)
-        return {name: buffer.item() for name, buffer in model.named_buffers()}
-
+@on_ranks(2)
+def test_buffers_that_are_not_saved_are_kept_equal_and_ignored_ones_are_not(rank):
     equal = {"kept": 1.0, "hidden": 1.0, "part.deep": 1.0}
-    assert run_ranks(2, call) == [{**equal, "own": own, "part.skipped": own, "out.whole": own} for own in (1.0, 2.0)]
+    model = Scale(kept=torch.zeros(1), own=torch.zeros(1))
+    model.register_buffer("hidden", torch.zeros(1), persistent=False)
+    model.part = Scale(deep=torch.zeros(1), skipped=torch.zeros(1))
+    model.out = Scale(whole=torch.zeros(1))
+    lockstep.replicate(
+        model,
+        ignored_modules=[model.out],
+        process_group=rank.group,
+        params_and_buffers_to_ignore=["own", "part.skipped"],
+    )
+    for _, buffer in model.named_buffers():
+        buffer.fill_(rank.rank + 1.0)
+    step(model)
+    own = (1.0, 2.0)[rank.rank]
+    assert {name: buffer.item() for name, buffer in model.named_buffers()} == {
+        **equal,
+        "own": own,
+        "part.skipped": own,
+        "out.whole": own,
+    }
 
 
 # ---------------------------------------------------------------------------------- how they travel
@@ -180,26 +183,23 @@ def test_buffers_that_are_not_saved_are_kept_equal_and_ignored_ones_are_not():
 
 @pytest.mark.parametrize(("policy", "expected"), [("rank0", 0.0), ("mean", 0.5)])
 @pytest.mark.parametrize("elements", [PACKED_BYTES // 4, PACKED_BYTES // 4 + 1])
-def test_large_buffers_take_one_collective_more(policy, expected, elements):
-    def call(rank):
-        model = Scale(large=torch.zeros(elements), small=torch.zeros(3))
-        if elements * 4 > PACKED_BYTES:  # of several large ones, too
-            model.register_buffer("other", torch.zeros(elements))
-        lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
-        step(model)
-        for _, buffer in model.named_buffers():
-            buffer.fill_(rank.rank)
-        with count_collectives(rank) as sent:
-            step(model)
-        assert rank.all_equal(model.large)
-        values = {value for _, buffer in model.named_buffers() for value in (buffer[0].item(), buffer[-1].item())}
-        return values, [each.name for each in sent]
-
+@on_ranks(2)
+def test_large_buffers_take_one_collective_more(rank, policy, expected, elements):
     # A small one goes first, so that a buffer of the whole size has no room left beside it.
     more = ["broadcast" if policy == "rank0" else "all_reduce"]
-    for values, names in run_ranks(2, call):
-        assert values == {expected}
-        assert sorted(names) == sorted(["all_reduce", *more])
+    model = Scale(large=torch.zeros(elements), small=torch.zeros(3))
+    if elements * 4 > PACKED_BYTES:  # of several large ones, too
+        model.register_buffer("other", torch.zeros(elements))
+    lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
+    step(model)
+    for _, buffer in model.named_buffers():
+        buffer.fill_(rank.rank)
+    with count_collectives(rank) as sent:
+        step(model)
+    assert rank.all_equal(model.large)
+    values = {value for _, buffer in model.named_buffers() for value in (buffer[0].item(), buffer[-1].item())}
+    assert values == {expected}
+    assert sorted(each.name for each in sent) == sorted(["all_reduce", *more])
 
 
 def test_large_buffers_of_several_dtypes():
@@ -223,101 +223,91 @@ def test_large_buffers_of_several_dtypes():
 
 
 @pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
-def test_small_buffers_and_unused_parameters_take_no_collective(policy):
-    def call(rank):
-        torch.manual_seed(0)
-        model = rank.make(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "n": nn.BatchNorm1d(2)}))
-        lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
-        sent = []
-        for number in range(5):
-            model.zero_grad()
-            branch = model["a" if (rank.rank + number) % 2 else "b"]
-            before = lockstep.loop.statistics(model).calls["collective"]
-            with count_collectives(rank) as seen:
-                model["n"](branch(torch.randn(3, 2, generator=rank.generator(number)))).square().sum().backward()
-            sent.append([each.name for each in seen])
-            assert lockstep.loop.statistics(model).calls["collective"] == before + len(seen)
-        return sent
-
+@on_ranks(2)
+def test_small_buffers_and_unused_parameters_take_no_collective(rank, policy):
     once = ["all_reduce"]
     # hooks are compared, gradients reduced; the order of gradients is told
     first = ["all_reduce", "all_reduce", "broadcast"]
-    assert run_ranks(2, call) == [[first, *[once] * 4]] * 2
+    torch.manual_seed(0)
+    model = rank.make(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "n": nn.BatchNorm1d(2)}))
+    lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
+    sent = []
+    for number in range(5):
+        model.zero_grad()
+        branch = model["a" if (rank.rank + number) % 2 else "b"]
+        before = lockstep.loop.statistics(model).calls["collective"]
+        with count_collectives(rank) as seen:
+            model["n"](branch(torch.randn(3, 2, generator=rank.generator(number)))).square().sum().backward()
+        sent.append([each.name for each in seen])
+        assert lockstep.loop.statistics(model).calls["collective"] == before + len(seen)
+    assert sent == [first, *[once] * 4]
 
 
 # ---------------------------------------------------------------------------------- places and changes
 
 
-def test_tied_buffers_stay_tied():
-    def call(rank):
-        shared = torch.zeros(2)
-        model = Scale(one=shared, other=shared)
-        model.part = Scale(third=shared)
-        lockstep.replicate(model, process_group=rank.group)
-        model.one.fill_(rank.rank + 1)
-        step(model)
-        assert model.one is model.other is model.part.third
-        assert model.one.tolist() == [1.0, 1.0]
-        graph = (torch.ones(2, requires_grad=True) * model.one).sum()  # now it must be replaced, in all places
-        model.one.fill_(rank.rank + 7)
-        step(model)
-        assert model.one is model.other is model.part.third
-        assert model.one.tolist() == [7.0, 7.0]
-        del graph
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_tied_buffers_stay_tied(rank):
+    shared = torch.zeros(2)
+    model = Scale(one=shared, other=shared)
+    model.part = Scale(third=shared)
+    lockstep.replicate(model, process_group=rank.group)
+    model.one.fill_(rank.rank + 1)
+    step(model)
+    assert model.one is model.other is model.part.third
+    assert model.one.tolist() == [1.0, 1.0]
+    graph = (torch.ones(2, requires_grad=True) * model.one).sum()  # now it must be replaced, in all places
+    model.one.fill_(rank.rank + 7)
+    step(model)
+    assert model.one is model.other is model.part.third
+    assert model.one.tolist() == [7.0, 7.0]
+    del graph
 
 
-def test_another_tensor_of_the_same_kind_takes_the_place():
-    def call(rank):
-        model = Scale(kept=torch.zeros(2), tracked=torch.zeros(1))
-        lockstep.replicate(model, process_group=rank.group)
-        old = model.kept
-        model.kept = torch.full((2,), rank.rank + 1.0)
-        model.tracked = model.weight * (rank.rank + 2)  # part of a graph
-        step(model)
-        return old.tolist(), model.kept.tolist(), model.tracked.item()
-
-    assert run_ranks(2, call) == [([0.0, 0.0], [1.0, 1.0], 2.0)] * 2
+@on_ranks(2)
+def test_another_tensor_of_the_same_kind_takes_the_place(rank):
+    model = Scale(kept=torch.zeros(2), tracked=torch.zeros(1))
+    lockstep.replicate(model, process_group=rank.group)
+    old = model.kept
+    model.kept = torch.full((2,), rank.rank + 1.0)
+    model.tracked = model.weight * (rank.rank + 2)  # part of a graph
+    step(model)
+    assert (old.tolist(), model.kept.tolist(), model.tracked.item()) == ([0.0, 0.0], [1.0, 1.0], 2.0)
 
 
-def test_buffers_that_are_gone_are_left_out():
-    def call(rank):
-        model = Scale(one=torch.zeros(1), other=torch.zeros(1), large=torch.zeros(100_000), kept=torch.zeros(1))
-        model.part = Scale(deep=torch.zeros(1))
-        lockstep.replicate(model, process_group=rank.group)
-        model.one = model.large = None
-        del model.other, model.part
-        model.kept.fill_(rank.rank + 1.0)
-        step(model)
-        step(model)
-        model.one, model.large = torch.full((1,), rank.rank + 5.0), torch.full((100_000,), rank.rank + 6.0)
-        step(model)
-        return model.kept.item(), model.one.item(), model.large[-1].item()
-
-    assert run_ranks(2, call) == [(1.0, 5.0, 6.0)] * 2
+@on_ranks(2)
+def test_buffers_that_are_gone_are_left_out(rank):
+    model = Scale(one=torch.zeros(1), other=torch.zeros(1), large=torch.zeros(100_000), kept=torch.zeros(1))
+    model.part = Scale(deep=torch.zeros(1))
+    lockstep.replicate(model, process_group=rank.group)
+    model.one = model.large = None
+    del model.other, model.part
+    model.kept.fill_(rank.rank + 1.0)
+    step(model)
+    step(model)
+    model.one, model.large = torch.full((1,), rank.rank + 5.0), torch.full((100_000,), rank.rank + 6.0)
+    step(model)
+    assert (model.kept.item(), model.one.item(), model.large[-1].item()) == (1.0, 5.0, 6.0)
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
 @pytest.mark.parametrize("shape", [(2,), (3, 4), (90_000,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=name_of)
-def test_buffers_of_another_shape_or_dtype_are_agreed_on_anew(size, shape, dtype):
-    def call(rank):
-        model = Scale(kept=torch.zeros(size), other=torch.zeros(2))
-        lockstep.replicate(model, process_group=rank.group)
+@on_ranks(2)
+def test_buffers_of_another_shape_or_dtype_are_agreed_on_anew(rank, size, shape, dtype):
+    model = Scale(kept=torch.zeros(size), other=torch.zeros(2))
+    lockstep.replicate(model, process_group=rank.group)
+    step(model)
+    model.kept = torch.full(shape, rank.rank + 1, dtype=dtype)
+    model.other.fill_(rank.rank + 2)
+    step(model)
+    seen = [model.kept.unique().tolist(), model.other.tolist()]
+    model.kept.fill_(rank.rank + 5)
+    with count_collectives(rank) as sent:
         step(model)
-        model.kept = torch.full(shape, rank.rank + 1, dtype=dtype)
-        model.other.fill_(rank.rank + 2)
-        step(model)
-        seen = [model.kept.unique().tolist(), model.other.tolist()]
-        model.kept.fill_(rank.rank + 5)
-        with count_collectives(rank) as sent:
-            step(model)
-        large = model.kept.nbytes > PACKED_BYTES
-        assert len(sent) == 1 + large
-        return [*seen, model.kept.unique().tolist(), model.weight.grad.item()]
-
-    assert run_ranks(2, call) == [[[1], [2.0, 2.0], [5], 1.0]] * 2
+    large = model.kept.nbytes > PACKED_BYTES
+    assert len(sent) == 1 + large
+    assert [*seen, model.kept.unique().tolist(), model.weight.grad.item()] == [[1], [2.0, 2.0], [5], 1.0]
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
@@ -344,28 +334,25 @@ def test_another_shape_on_one_rank_is_an_error_on_all(size, last):
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_another_class_on_one_rank_is_an_error_on_all(size):
+@on_ranks(2)
+def test_another_class_on_one_rank_is_an_error_on_all(rank, size):
     """A class may keep its values elsewhere, and then other values are sent."""
-
-    def call(rank):
-        model = Scale(kept=torch.zeros(size))
-        lockstep.replicate(model, process_group=rank.group)
-        step(model)
-        if rank.rank == 1:
-            model.kept = torch.zeros(size).as_subclass(Attributed)
-        with pytest.raises(AgreementError) as caught:
-            step(model)
-        model.kept = torch.zeros(size)
-        step(model)
-        return str(caught.value), model.weight.grad.item()
-
     plain = f"float32 of shape ({size},)"
     error = (
         f"ranks differ in buffer kept: rank 0 has {plain}; rank 1 has {plain}, Attributed of float32 ({size},); "
         'make it the same on all ranks. If each rank is to have its own, pass buffer_policy="local" for all buffers, '
         "or the module of this one as ignored_modules=[...]"
     )
-    assert run_ranks(2, call) == [(error, 1.0)] * 2
+    model = Scale(kept=torch.zeros(size))
+    lockstep.replicate(model, process_group=rank.group)
+    step(model)
+    if rank.rank == 1:
+        model.kept = torch.zeros(size).as_subclass(Attributed)
+    with pytest.raises(AgreementError) as caught:
+        step(model)
+    model.kept = torch.zeros(size)
+    step(model)
+    assert (str(caught.value), model.weight.grad.item()) == (error, 1.0)
 
 
 # ---------------------------------------------------------------------------------- what backward has saved
@@ -381,26 +368,24 @@ def product(model, x, how):
 @pytest.mark.parametrize("policy", ["rank0", "mean"])
 @pytest.mark.parametrize("how", ["itself", "view", "slice", "part"])
 @pytest.mark.parametrize("size", [2, PACKED_BYTES // 4 + 2])
-def test_a_pending_backward_finds_the_values_it_has_saved(policy, how, size):
-    def call(rank):
-        model = Scale(kept=torch.full((size,), 1.0))
-        lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
-        model.kept.fill_(rank.rank + 1.0)
-        seen = model.kept if size > 2 else None
-        if seen is not None:  # views of the first two
-            model.kept = seen
-            seen = seen[:2]
-            loss = (model.weight * 3.0 * seen).sum()
-        else:
-            loss = product(model, 3.0, how)
-        step(model)  # ends with other values in the buffer
-        now = model.kept[0].item()
-        model.zero_grad()
-        loss.backward()
-        return now, model.weight.grad.item()
-
+@on_ranks(2)
+def test_a_pending_backward_finds_the_values_it_has_saved(rank, policy, how, size):
     after = {"rank0": 1.0, "mean": 1.5}[policy]
-    assert run_ranks(2, call) == [(after, (6.0 * 1 + 6.0 * 2) / 2)] * 2
+    model = Scale(kept=torch.full((size,), 1.0))
+    lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
+    model.kept.fill_(rank.rank + 1.0)
+    seen = model.kept if size > 2 else None
+    if seen is not None:  # views of the first two
+        model.kept = seen
+        seen = seen[:2]
+        loss = (model.weight * 3.0 * seen).sum()
+    else:
+        loss = product(model, 3.0, how)
+    step(model)  # ends with other values in the buffer
+    now = model.kept[0].item()
+    model.zero_grad()
+    loss.backward()
+    assert (now, model.weight.grad.item()) == (after, (6.0 * 1 + 6.0 * 2) / 2)
 
 
 def test_two_forwards_and_one_backward_with_a_moving_average_out_of_place():
@@ -436,66 +421,58 @@ def test_two_forwards_and_one_backward_with_a_moving_average_out_of_place():
     assert run_ranks(2, call) == [expected] * 2
 
 
-def test_backward_twice_through_one_graph():
-    def call(rank):
-        model = Scale(kept=torch.ones(2))
-        lockstep.replicate(model, process_group=rank.group)
-        model.kept.fill_(rank.rank + 1.0)
-        loss = product(model, 1.0, "itself")
-        seen = []
-        for _ in range(3):
-            model.zero_grad()
-            loss.backward(retain_graph=True)
-            seen.append(model.weight.grad.item())
-        return seen, model.kept.tolist()
-
-    assert run_ranks(2, call) == [([3.0, 3.0, 3.0], [1.0, 1.0])] * 2
+@on_ranks(2)
+def test_backward_twice_through_one_graph(rank):
+    model = Scale(kept=torch.ones(2))
+    lockstep.replicate(model, process_group=rank.group)
+    model.kept.fill_(rank.rank + 1.0)
+    loss = product(model, 1.0, "itself")
+    seen = []
+    for _ in range(3):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        seen.append(model.weight.grad.item())
+    assert (seen, model.kept.tolist()) == ([3.0, 3.0, 3.0], [1.0, 1.0])
 
 
-def test_a_free_buffer_is_written_in_place_and_counts_versions():
-    def call(rank):
-        model = Scale(kept=torch.zeros(2), large=torch.zeros(100_000))
-        lockstep.replicate(model, process_group=rank.group, buffer_policy="mean")
+@on_ranks(2)
+def test_a_free_buffer_is_written_in_place_and_counts_versions(rank):
+    model = Scale(kept=torch.zeros(2), large=torch.zeros(100_000))
+    lockstep.replicate(model, process_group=rank.group, buffer_policy="mean")
+    step(model)
+    for name in ("kept", "large"):
+        tensor = getattr(model, name)
+        pointer, version = tensor.data_ptr(), tensor._version
+        tensor.fill_(rank.rank)
         step(model)
-        for name in ("kept", "large"):
-            tensor = getattr(model, name)
-            pointer, version = tensor.data_ptr(), tensor._version
-            tensor.fill_(rank.rank)
-            step(model)
-            assert getattr(model, name) is tensor
-            assert tensor.data_ptr() == pointer
-            assert tensor._version > version + 1
-            assert tensor[0].item() == 0.5
-
-    run_ranks(2, call)
+        assert getattr(model, name) is tensor
+        assert tensor.data_ptr() == pointer
+        assert tensor._version > version + 1
+        assert tensor[0].item() == 0.5
 
 
-def test_a_saved_buffer_is_replaced_and_the_old_one_stays():
-    def call(rank):
-        model = Scale(kept=torch.zeros(2))
-        lockstep.replicate(model, process_group=rank.group, buffer_policy="mean")
-        model.kept.fill_(rank.rank)
-        old, version = model.kept, model.kept._version
-        loss = product(model, 1.0, "itself")
-        step(model)
-        assert model.kept is not old
-        assert (old.tolist(), old._version) == ([rank.rank] * 2, version)
-        assert model.kept.tolist() == [0.5] * 2
-        loss.backward()
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_saved_buffer_is_replaced_and_the_old_one_stays(rank):
+    model = Scale(kept=torch.zeros(2))
+    lockstep.replicate(model, process_group=rank.group, buffer_policy="mean")
+    model.kept.fill_(rank.rank)
+    old, version = model.kept, model.kept._version
+    loss = product(model, 1.0, "itself")
+    step(model)
+    assert model.kept is not old
+    assert (old.tolist(), old._version) == ([rank.rank] * 2, version)
+    assert model.kept.tolist() == [0.5] * 2
+    loss.backward()
 
 
-def test_rank_0_keeps_its_own_tensor_whoever_has_saved_it():
-    def call(rank):
-        model = Scale(kept=torch.zeros(2))
-        lockstep.replicate(model, process_group=rank.group)
-        loss, kept, version = product(model, 1.0, "itself"), model.kept, model.kept._version
-        step(model)
-        loss.backward()
-        return rank.rank > 0 or (model.kept is kept and kept._version == version)
-
-    assert run_ranks(2, call) == [True, True]
+@on_ranks(2)
+def test_rank_0_keeps_its_own_tensor_whoever_has_saved_it(rank):
+    model = Scale(kept=torch.zeros(2))
+    lockstep.replicate(model, process_group=rank.group)
+    loss, kept, version = product(model, 1.0, "itself"), model.kept, model.kept._version
+    step(model)
+    loss.backward()
+    assert rank.rank > 0 or (model.kept is kept and kept._version == version)
 
 
 def test_a_detached_alias_is_never_wrong_in_silence():
@@ -516,41 +493,42 @@ def test_a_detached_alias_is_never_wrong_in_silence():
     assert run_ranks(2, call) == [True, True]
 
 
-def test_buffers_made_in_inference_mode_and_buffers_that_want_gradients():
-    def call(rank):
+@on_ranks(2)
+def test_buffers_made_in_inference_mode_and_buffers_that_want_gradients(rank):
+    with torch.inference_mode():
+        frozen = torch.zeros(2)
+    model = Scale(frozen=frozen, trained=torch.zeros(2, requires_grad=True))
+    lockstep.replicate(model, process_group=rank.group)
+    for _ in range(2):
         with torch.inference_mode():
-            frozen = torch.zeros(2)
-        model = Scale(frozen=frozen, trained=torch.zeros(2, requires_grad=True))
-        lockstep.replicate(model, process_group=rank.group)
-        for _ in range(2):
-            with torch.inference_mode():
-                model.frozen.fill_(rank.rank + 3.0)
-            with torch.no_grad():
-                model.trained.fill_(rank.rank + 4.0)
-            step(model)
-        return model.frozen.tolist(), model.trained.tolist(), model.trained.requires_grad, model.trained.is_leaf
-
-    assert run_ranks(2, call) == [([3.0, 3.0], [4.0, 4.0], True, True)] * 2
-
-
-def test_buffers_are_left_alone_where_gradients_are():
-    def call(rank):
-        model = Scale(kept=torch.zeros(1))
-        lockstep.replicate(model, process_group=rank.group)
-        seen = []
-        with model.no_sync():
-            model.kept.fill_(rank.rank + 1.0)
-            step(model)
-            seen.append(model.kept.item())
-        model.eval()
+            model.frozen.fill_(rank.rank + 3.0)
         with torch.no_grad():
-            model(torch.ones(1))
-        seen.append(model.kept.item())
+            model.trained.fill_(rank.rank + 4.0)
+        step(model)
+    assert (model.frozen.tolist(), model.trained.tolist(), model.trained.requires_grad, model.trained.is_leaf) == (
+        [3.0, 3.0],
+        [4.0, 4.0],
+        True,
+        True,
+    )
+
+
+@on_ranks(2)
+def test_buffers_are_left_alone_where_gradients_are(rank):
+    model = Scale(kept=torch.zeros(1))
+    lockstep.replicate(model, process_group=rank.group)
+    seen = []
+    with model.no_sync():
+        model.kept.fill_(rank.rank + 1.0)
         step(model)
         seen.append(model.kept.item())
-        return seen
-
-    assert run_ranks(2, call) == [[1.0, 1.0, 1.0], [2.0, 2.0, 1.0]]
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(1))
+    seen.append(model.kept.item())
+    step(model)
+    seen.append(model.kept.item())
+    assert seen == [[1.0, 1.0, 1.0], [2.0, 2.0, 1.0]][rank.rank]
 
 
 # ---------------------------------------------------------------------------------- batch normalisation
@@ -593,40 +571,36 @@ def test_batch_normalisation_trains_as_with_the_reference(accumulated):
 
 
 @pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
-def test_running_statistics_of_each_policy(policy):
-    def call(rank):
-        model = rank.make(normalised)
-        lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
-        running = torch.zeros(6, dtype=torch.float64)
-        for number in range(4):
-            x = batch(rank, number)
-            with torch.no_grad():
-                means = rank.gather(model[0](x).mean(0))
-            model(x).square().mean().backward()
-            used = {"rank0": means[0], "mean": sum(means) / len(means), "local": means[rank.rank]}[policy]
-            running = 0.9 * running + 0.1 * used
-        torch.testing.assert_close(model[1].running_mean, running)
-        assert model[1].num_batches_tracked.item() == 4
-        assert rank.all_equal(model[1].running_mean) is (policy != "local")
-
-    run_ranks(3, call)
+@on_ranks(3)
+def test_running_statistics_of_each_policy(rank, policy):
+    model = rank.make(normalised)
+    lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
+    running = torch.zeros(6, dtype=torch.float64)
+    for number in range(4):
+        x = batch(rank, number)
+        with torch.no_grad():
+            means = rank.gather(model[0](x).mean(0))
+        model(x).square().mean().backward()
+        used = {"rank0": means[0], "mean": sum(means) / len(means), "local": means[rank.rank]}[policy]
+        running = 0.9 * running + 0.1 * used
+    torch.testing.assert_close(model[1].running_mean, running)
+    assert model[1].num_batches_tracked.item() == 4
+    assert rank.all_equal(model[1].running_mean) is (policy != "local")
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_each_rank_keeps_its_own_when_the_module_has_changed(hosts):
-    def call(rank):
-        model = lockstep.replicate(Scale(buffer=torch.zeros(2)), process_group=rank.group, buffer_policy="local")
-        step(model)
-        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-        seen = []
-        for _ in range(3):
-            model.buffer.add_(rank.rank + 1)
-            step(model)
-            seen.append(model.buffer.tolist())
-        return seen
-
+@on_ranks(2, "hosts")
+def test_each_rank_keeps_its_own_when_the_module_has_changed(rank):
     wanted = [[[n * (rank + 1.0)] * 2 for n in (1, 2, 3)] for rank in range(2)]
-    assert run_ranks(2, call, hosts=hosts) == wanted
+    model = lockstep.replicate(Scale(buffer=torch.zeros(2)), process_group=rank.group, buffer_policy="local")
+    step(model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    seen = []
+    for _ in range(3):
+        model.buffer.add_(rank.rank + 1)
+        step(model)
+        seen.append(model.buffer.tolist())
+    assert seen == wanted[rank.rank]
 
 
 class Marked(nn.Module):
@@ -644,7 +618,9 @@ class Marked(nn.Module):
         return x.sum()
 
 
-def marks_of_a_growing_module(rank):
+@on_ranks(2)
+def test_means_are_right_in_the_round_in_which_the_module_has_changed(rank):
+    """Nothing travels with its report; buffers are made equal when ranks have agreed anew."""
     model = lockstep.replicate(Marked(), process_group=rank.group, buffer_policy="mean")
     seen = []
     for turn in range(4):
@@ -652,12 +628,7 @@ def marks_of_a_growing_module(rank):
             model.layers.append(one_weight())
         model(x_of(rank), 4.0 * turn + 2 * rank.rank).backward()
         seen.append(model.mark.item())
-    return seen
-
-
-def test_means_are_right_in_the_round_in_which_the_module_has_changed():
-    """Nothing travels with its report; buffers are made equal when ranks have agreed anew."""
-    assert run_ranks(2, marks_of_a_growing_module) == [[1.0, 5.0, 9.0, 13.0]] * 2
+    assert seen == [1.0, 5.0, 9.0, 13.0]
 
 
 def of_a_frozen_module(rank, kind, policy):
