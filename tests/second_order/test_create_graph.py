@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.distributed.reduction import reducer
+from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
 OURS = "ignore:backward.create_graph=True. went through a replicated module"
@@ -72,7 +73,7 @@ KINDS = {
 
 def in_a_row(rank, make, options, hook, create_graph):
     """The gradients of six backward passes, some of which pile up."""
-    module, found = lockstep.replicate(rank.make(make), process_group=rank.group, **options), []
+    module, found = replicated(rank, make, **options), []
     width = next(module.parameters()).shape[1]
     if hook:
         module.register_comm_hook(None, hook)
@@ -102,7 +103,7 @@ def test_the_graph_of_this_ranks_gradients_is_freed():
     """Autograd's own gradient refers to its parameter: a cycle, of which it warns."""
 
     def call(rank):
-        module = lockstep.replicate(rank.make(lambda: Layers(5)), process_group=rank.group)
+        module = replicated(rank, lambda: Layers(5))
         outputs = []
         module.layers[-1].register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
         for _ in range(3):
@@ -121,7 +122,7 @@ def test_a_warning_names_what_stays_differentiable_once():
     reducer._warn_of_graph.cache_clear()
 
     def call(rank):
-        modules = [lockstep.replicate(rank.make(lambda: Layers(5)), process_group=rank.group) for _ in range(2)]
+        modules = [replicated(rank, lambda: Layers(5)) for _ in range(2)]
         for create_graph in (False, True, True):
             for module in modules:
                 module(torch.ones(2, 5)).sum().backward(create_graph=create_graph)
@@ -133,67 +134,57 @@ def test_a_warning_names_what_stays_differentiable_once():
     assert "lockstep.loop.mean_over_ranks(), which stays differentiable" in told
 
 
-def test_nothing_is_differentiated_through_reduced_gradients():
-    def call(rank):
-        module = lockstep.replicate(rank.make(lambda: Layers(5)), process_group=rank.group)
-        module(torch.ones(2, 5)).square().sum().backward(create_graph=True)
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            sum(p.grad.square().sum() for p in module.parameters()).backward()
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_nothing_is_differentiated_through_reduced_gradients(rank):
+    module = replicated(rank, lambda: Layers(5))
+    module(torch.ones(2, 5)).square().sum().backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        sum(p.grad.square().sum() for p in module.parameters()).backward()
 
 
-def test_what_piles_up_under_no_sync_is_reduced_later():
-    def call(rank):
-        modules = [lockstep.replicate(rank.make(lambda: Layers(5)), process_group=rank.group) for _ in range(2)]
-        x = torch.linspace(-1, 1, 10).view(2, 5) + rank.rank
-        for _ in range(3):
-            for module, create_graph in zip(modules, (True, False), strict=True):
-                with module.no_sync():
-                    module(x).square().sum().backward(create_graph=create_graph)
-                module(2 * x).square().sum().backward()
-            for one, other in zip(*(module.parameters() for module in modules), strict=True):
-                assert not one.grad.requires_grad
-                assert torch.equal(one.grad, other.grad)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_what_piles_up_under_no_sync_is_reduced_later(rank):
+    modules = [replicated(rank, lambda: Layers(5)) for _ in range(2)]
+    x = torch.linspace(-1, 1, 10).view(2, 5) + rank.rank
+    for _ in range(3):
+        for module, create_graph in zip(modules, (True, False), strict=True):
+            with module.no_sync():
+                module(x).square().sum().backward(create_graph=create_graph)
+            module(2 * x).square().sum().backward()
+        for one, other in zip(*(module.parameters() for module in modules), strict=True):
+            assert not one.grad.requires_grad
+            assert torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize("change", ["replaced", "inserted"])
-def test_gradients_of_new_parameters(change):
+@on_ranks(2)
+def test_gradients_of_new_parameters(rank, change):
     """A layer is put in before the round, in which the ranks agree on it."""
-
-    def call(rank):
-        module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-        lockstep.replicate(module, process_group=rank.group)
-        x = torch.linspace(-1, 1, 4).view(2, 2) + rank.rank
-        module(x).square().sum().backward()
-        layer = rank.make(lambda: nn.Linear(2, 2))
-        if change == "replaced":
-            module[0] = layer
-        else:
-            module.insert(0, layer)  # its parameters have the numbers that others have had
-        found = []
-        for create_graph in (True, False):
-            module.zero_grad()
-            module(x).square().sum().backward(create_graph=create_graph)
-            assert not any(p.grad.requires_grad for p in module.parameters())
-            found.append([p.grad.clone() for p in module.parameters()])
-        torch.testing.assert_close(*found)
-
-    run_ranks(2, call)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    lockstep.replicate(module, process_group=rank.group)
+    x = torch.linspace(-1, 1, 4).view(2, 2) + rank.rank
+    module(x).square().sum().backward()
+    layer = rank.make(lambda: nn.Linear(2, 2))
+    if change == "replaced":
+        module[0] = layer
+    else:
+        module.insert(0, layer)  # its parameters have the numbers that others have had
+    found = []
+    for create_graph in (True, False):
+        module.zero_grad()
+        module(x).square().sum().backward(create_graph=create_graph)
+        assert not any(p.grad.requires_grad for p in module.parameters())
+        found.append([p.grad.clone() for p in module.parameters()])
+    torch.testing.assert_close(*found)
 
 
-def test_a_rank_that_has_run_out():
+@on_ranks(2)
+def test_a_rank_that_has_run_out(rank):
     """Its batch counts nothing."""
-
-    def call(rank):
-        module = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
-        seen = []
-        for batch in lockstep.batches([torch.full((1, 1), float(n)) for n in range(1, 4 - rank.rank)], module):
-            module(batch).sum().backward(create_graph=True)
-            seen.append((module.weight.grad.item(), module.weight.grad.requires_grad))
-            module.zero_grad()
-        return seen
-
-    assert run_ranks(2, call) == [[(1.0, False), (2.0, False), (3.0, False)]] * 2
+    module = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
+    seen = []
+    for batch in lockstep.batches([torch.full((1, 1), float(n)) for n in range(1, 4 - rank.rank)], module):
+        module(batch).sum().backward(create_graph=True)
+        seen.append((module.weight.grad.item(), module.weight.grad.requires_grad))
+        module.zero_grad()
+    assert seen == [(1.0, False), (2.0, False), (3.0, False)]

@@ -10,6 +10,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import AgreementError, GradientError, PeerError
+from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
 # ---------------------------------------------------------------------------------- strides, shapes
@@ -22,19 +23,17 @@ def turned(tensor):
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 1, 5)])
-def test_means_of_tensors_whose_strides_differ(shape):
-    def call(rank):
-        x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_()
-        given = turned(x) if rank.rank else x
-        mean, again = lockstep.loop.mean_over_ranks([given, given * (rank.rank + 1)], rank.group)
-        torch.testing.assert_close(mean, x)
-        torch.testing.assert_close(again, 1.5 * x)
-        weights = torch.arange(x.numel(), 0.0, -1).view(shape)
-        (mean * (turned(weights) if rank.rank == 0 else weights)).sum().backward()
-        torch.testing.assert_close(x.grad, weights)
-        return mean.stride() == given.stride()
-
-    assert run_ranks(2, call) == [True, True]
+@on_ranks(2)
+def test_means_of_tensors_whose_strides_differ(rank, shape):
+    x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_()
+    given = turned(x) if rank.rank else x
+    mean, again = lockstep.loop.mean_over_ranks([given, given * (rank.rank + 1)], rank.group)
+    torch.testing.assert_close(mean, x)
+    torch.testing.assert_close(again, 1.5 * x)
+    weights = torch.arange(x.numel(), 0.0, -1).view(shape)
+    (mean * (turned(weights) if rank.rank == 0 else weights)).sum().backward()
+    torch.testing.assert_close(x.grad, weights)
+    assert mean.stride() == given.stride()
 
 
 DIFFERENT = {
@@ -55,13 +54,11 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("first", "second", "message"), DIFFERENT.values(), ids=DIFFERENT)
-def test_means_of_different_things_are_an_error_on_every_rank(first, second, message):
-    def call(rank):
-        with pytest.raises(AgreementError, match=message):
-            lockstep.loop.mean_over_ranks(second if rank.rank else first, rank.group)
-        return lockstep.loop.mean_over_ranks(torch.ones(1) * rank.rank, rank.group).item()
-
-    assert run_ranks(2, call) == [0.5, 0.5]
+@on_ranks(2)
+def test_means_of_different_things_are_an_error_on_every_rank(rank, first, second, message):
+    with pytest.raises(AgreementError, match=message):
+        lockstep.loop.mean_over_ranks(second if rank.rank else first, rank.group)
+    assert lockstep.loop.mean_over_ranks(torch.ones(1) * rank.rank, rank.group).item() == 0.5
 
 
 # ------------------------------------------------------------------------------ gradients of gradients
@@ -74,7 +71,8 @@ def gradients(loss, parameters, group=None):
     return found if group is None else lockstep.loop.mean_over_ranks(found, group)
 
 
-def strides_of_second_order(rank):
+@on_ranks(2)
+def test_gradients_of_gradients_come_in_any_strides(rank):
     module = lockstep.replicate(nn.Linear(3, 2, bias=False).double(), process_group=rank.group)
     reference = copy.deepcopy(module)
     coefficients = torch.arange(6.0, dtype=torch.float64).view(2, 3)
@@ -84,10 +82,6 @@ def strides_of_second_order(rank):
         product = grad.t() * coefficients.t().contiguous() if transposed else grad * coefficients
         product.sum().backward()
     torch.testing.assert_close(module.weight.grad, reference.weight.grad)
-
-
-def test_gradients_of_gradients_come_in_any_strides():
-    run_ranks(2, strides_of_second_order)
 
 
 class Ways(nn.Module):
@@ -121,7 +115,7 @@ WAYS = {
 
 
 def ways(rank, ways, power):
-    module = lockstep.replicate(rank.make(Ways), process_group=rank.group)
+    module = replicated(rank, Ways)
     reference = copy.deepcopy(module)
     powers = power if isinstance(power, tuple) else (power, power)
     x = torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
@@ -140,24 +134,21 @@ def test_ranks_may_use_other_parameters(way, power):
     run_ranks(2, ways, way, power)
 
 
-def test_a_mean_that_has_a_graph_on_one_rank_only_has_one_on_all():
+@on_ranks(2)
+def test_a_mean_that_has_a_graph_on_one_rank_only_has_one_on_all(rank):
     """The loss of rank 0 is linear. Going back through the mean takes both ranks."""
-
-    def call(rank):
-        model, seen = lockstep.replicate(nn.ParameterList([torch.full((1,), 2.0)]), process_group=rank.group), []
-        (weight,) = model
-        for _ in range(2):
-            (mean,) = gradients((weight**3 if rank.rank else 3 * weight).sum(), [weight], rank.group)
-            with model.no_sync():
-                (mean * mean).sum().backward()
-            seen.append(weight.grad)
-            weight.grad = None
-            (weight * 1.0).sum().backward()  # synchronises
-            weight.grad = None
-        return seen
-
+    model, seen = lockstep.replicate(nn.ParameterList([torch.full((1,), 2.0)]), process_group=rank.group), []
+    (weight,) = model
+    for _ in range(2):
+        (mean,) = gradients((weight**3 if rank.rank else 3 * weight).sum(), [weight], rank.group)
+        with model.no_sync():
+            (mean * mean).sum().backward()
+        seen.append(weight.grad)
+        weight.grad = None
+        (weight * 1.0).sum().backward()  # synchronises
+        weight.grad = None
     # the mean is (3 + 3 * 2 ** 2) / 2, and its derivative 2 * 3 * 2 on rank 1, which the other rank's half goes to, too
-    assert run_ranks(2, call) == [[None] * 2, [2 * 7.5 * 12] * 2]
+    assert seen == [[None] * 2, [2 * 7.5 * 12] * 2][rank.rank]
 
 
 class Pair(nn.Module):
@@ -190,37 +181,32 @@ def test_buckets_leave_after_the_means_of_the_pass(hosts):
     assert run_ranks(2, call, hosts=hosts) == [(2 * 8 * 4, 2 * 8 * 2 + 1)] * 2
 
 
-def test_what_no_rank_goes_back_from_has_no_gradient():
+@on_ranks(2)
+def test_what_no_rank_goes_back_from_has_no_gradient(rank):
     """The penalty is of the gradient of a alone, which goes back to a alone."""
-
-    def call(rank):
-        module = lockstep.replicate(Pair(), process_group=rank.group)
-        grad, _ = gradients(module(lambda a, b: a.square() + b.square()), [module.a, module.b], rank.group)
-        grad.square().sum().backward()
-        return module.a.grad.item(), module.b.grad
-
-    assert run_ranks(2, call) == [(2 * 4 * 2, None)] * 2
+    module = lockstep.replicate(Pair(), process_group=rank.group)
+    grad, _ = gradients(module(lambda a, b: a.square() + b.square()), [module.a, module.b], rank.group)
+    grad.square().sum().backward()
+    assert (module.a.grad.item(), module.b.grad) == (2 * 4 * 2, None)
 
 
-def test_means_of_what_has_a_graph_on_one_rank_only_have_one_on_all():
-    def call(rank):
-        x = torch.full((1,), 3.0, requires_grad=rank.rank == 1)
-        mean = lockstep.loop.mean_over_ranks(x * 2, rank.group)
-        mean.square().sum().backward()
-        without = lockstep.loop.mean_over_ranks(x.detach(), rank.group)
-        return None if x.grad is None else x.grad.item(), without.requires_grad
+@on_ranks(2)
+def test_means_of_what_has_a_graph_on_one_rank_only_have_one_on_all(rank):
+    x = torch.full((1,), 3.0, requires_grad=rank.rank == 1)
+    mean = lockstep.loop.mean_over_ranks(x * 2, rank.group)
+    mean.square().sum().backward()
+    without = lockstep.loop.mean_over_ranks(x.detach(), rank.group)
+    assert (None if x.grad is None else x.grad.item(), without.requires_grad) == [(None, False), (2 * 6.0 * 2, False)][
+        rank.rank
+    ]
 
-    assert run_ranks(2, call) == [(None, False), (2 * 6.0 * 2, False)]
 
-
-def test_a_mean_that_a_rank_takes_under_no_grad_has_no_graph_there():
-    def call(rank):
-        module = lockstep.replicate(Pair(), process_group=rank.group)
-        with torch.set_grad_enabled(rank.rank == 1):
-            mean = lockstep.loop.mean_over_ranks(module.a * 2, rank.group)
-        return mean.item(), mean.requires_grad
-
-    assert run_ranks(2, call) == [(4.0, False), (4.0, True)]
+@on_ranks(2)
+def test_a_mean_that_a_rank_takes_under_no_grad_has_no_graph_there(rank):
+    module = lockstep.replicate(Pair(), process_group=rank.group)
+    with torch.set_grad_enabled(rank.rank == 1):
+        mean = lockstep.loop.mean_over_ranks(module.a * 2, rank.group)
+    assert (mean.item(), mean.requires_grad) == [(4.0, False), (4.0, True)][rank.rank]
 
 
 def divide_by_zero(_):
@@ -270,24 +256,25 @@ def test_a_pass_that_fails_on_one_rank_before_or_after_a_mean_fails_on_all(place
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all ranks", "one rank"])
-def test_gradients_of_a_third_order_are_refused_on_every_rank(ranks, hosts):
-    def call(rank):
-        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
-        for step in range(3):
-            (mean,) = gradients(module(lambda a, b: a**3), [module.a], rank.group)
-            penalty = mean.square().sum()
-            try:
-                torch.autograd.grad(penalty, module.a, create_graph=step == 1 and rank.rank in ranks)
-            except (GradientError, PeerError) as error:
-                seen.append(error)
-            (module.a * (rank.rank + 1)).sum().backward()
-            assert module.a.grad.item() == 1.5
-            module.zero_grad()
-        (error,) = seen
-        return type(error), "create_graph=True goes through mean_over_ranks()" in str(error)
-
+@on_ranks(2, "hosts")
+def test_gradients_of_a_third_order_are_refused_on_every_rank(rank, ranks):
     others = (GradientError, True) if len(ranks) == 2 else (PeerError, False)
-    assert run_ranks(2, call, hosts=hosts) == [others, (GradientError, True)]
+    module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+    for step in range(3):
+        (mean,) = gradients(module(lambda a, b: a**3), [module.a], rank.group)
+        penalty = mean.square().sum()
+        try:
+            torch.autograd.grad(penalty, module.a, create_graph=step == 1 and rank.rank in ranks)
+        except (GradientError, PeerError) as error:
+            seen.append(error)
+        (module.a * (rank.rank + 1)).sum().backward()
+        assert module.a.grad.item() == 1.5
+        module.zero_grad()
+    (error,) = seen
+    assert (type(error), "create_graph=True goes through mean_over_ranks()" in str(error)) == [
+        others,
+        (GradientError, True),
+    ][rank.rank]
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
@@ -326,28 +313,26 @@ INPUTS = {
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize("unused", [True, False])
 @pytest.mark.parametrize("first", INPUTS)
-def test_grad_through_a_mean_that_leads_to_the_inputs_on_one_rank_only(first, unused, hosts):
-    def call(rank):
-        a, x = (torch.full((1,), value, requires_grad=True) for value in (2.0, 3.0))
-        seen = []
-        for _ in range(2):
-            loss = a**3 * x if rank.rank else INPUTS[first](a, x)
-            mean = lockstep.loop.mean_over_ranks(loss, rank.group)
-            if unused or rank.rank or first == "the same graph":
-                (grad,) = torch.autograd.grad(mean.square().sum(), [a], allow_unused=unused)
-            else:  # an error of this rank alone
-                with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
-                    torch.autograd.grad(mean.square().sum(), [a])
-                grad = None
-            seen.append(grad if grad is None else grad.item())
-            (own,) = torch.autograd.grad(lockstep.loop.mean_over_ranks(a * 2, rank.group), a)
-            seen.append(own.item())
-        return seen
-
+@on_ranks(2, "hosts")
+def test_grad_through_a_mean_that_leads_to_the_inputs_on_one_rank_only(rank, first, unused):
     # the mean is (15 + 24) / 2, or (30 + 24) / 2; what goes back is twice that
     twice = 2 * (27.0 if first == "the same graph" else 19.5)
     of_first = twice * 15 if first == "the same graph" else None
-    assert run_ranks(2, call, hosts=hosts) == [[of_first, 2.0] * 2, [twice * 12 * 3, 2.0] * 2]
+    a, x = (torch.full((1,), value, requires_grad=True) for value in (2.0, 3.0))
+    seen = []
+    for _ in range(2):
+        loss = a**3 * x if rank.rank else INPUTS[first](a, x)
+        mean = lockstep.loop.mean_over_ranks(loss, rank.group)
+        if unused or rank.rank or first == "the same graph":
+            (grad,) = torch.autograd.grad(mean.square().sum(), [a], allow_unused=unused)
+        else:  # an error of this rank alone
+            with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+                torch.autograd.grad(mean.square().sum(), [a])
+            grad = None
+        seen.append(grad if grad is None else grad.item())
+        (own,) = torch.autograd.grad(lockstep.loop.mean_over_ranks(a * 2, rank.group), a)
+        seen.append(own.item())
+    assert seen == [[of_first, 2.0] * 2, [twice * 12 * 3, 2.0] * 2][rank.rank]
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
