@@ -110,6 +110,13 @@ def run_processes(
     raise first.error
 
 
+def on_processes(world: int | None, *parameters: str, raises: Any = None, says: Any = (), **options: Any) -> Any:
+    """Calls the test in each of so many processes, with the rank before its own arguments: see `on_ranks`."""
+    from programs.ranks import called_by
+
+    return called_by(run_processes, world, parameters, raises, says, options)
+
+
 def be_launched(rank: Rank, port: int) -> None:
     """Set the environment that `torchrun` gives to its processes, for a program that meets at a store on that port."""
     number, world = str(rank.rank), str(rank.world)
@@ -239,7 +246,9 @@ def _main(
     except SystemExit:
         raise
     except BaseException as raised:
-        error, text = raised, traceback.format_exc()
+        # What a test asserts here has not been rewritten by pytest: its local variables say what it was about.
+        told = traceback.TracebackException.from_exception(raised, capture_locals=isinstance(raised, AssertionError))
+        error, text = raised, "".join(told.format())
         message = pickle.dumps((time.monotonic(), None, _sendable(raised), text))
     pipe.send_bytes(message)
     faulthandler.cancel_dump_traceback_later()

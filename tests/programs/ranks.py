@@ -22,6 +22,11 @@ def on_ranks(world, *parameters, raises=None, says=(), **options):
     gets as well if it asks for them. Without `world` there are as many ranks as `hosts` has letters. With `raises` each
     rank is to end with that error, whose message has what it `says`, one text or several.
     """
+    return called_by(run_ranks, world, parameters, raises, says, options)
+
+
+def called_by(run, world, parameters, raises, says, options):
+    """Decorate a test of one rank, which `run` is to call on all of them."""
     options = {"world": world, **options}
     texts = [says] if isinstance(says, str) else says
 
@@ -32,15 +37,16 @@ def on_ranks(world, *parameters, raises=None, says=(), **options):
         @functools.wraps(function)
         def test(**given):
             chosen = options | {name: given[name] for name in parameters}
-            count, kept = chosen.pop("world") or len(chosen["hosts"]), {name: given[name] for name in own}
-            ended = run_ranks(count, lambda rank: function(rank, **kept), errors=raises is not None, **chosen)
-            for error in ended if raises else ():
+            count = chosen.pop("world") or len(chosen["hosts"])
+            ended = run(count, function, *map(given.get, own), errors=raises is not None, **chosen)
+            for error in [getattr(each, "error", each) for each in ended] if raises else ():
                 assert isinstance(error, raises), error
                 assert all(text in str(error) for text in texts), error
 
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         for_ranks = [inspect.Parameter(name, kind) for name in parameters if name not in own]
         test.__signature__ = inspect.Signature([*for_ranks, *arguments])
+        function.__qualname__ += ".__wrapped__"  # where other processes find it
         return test
 
     return decorate

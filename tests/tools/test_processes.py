@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from processes import Outcome, RankEndedError, RankError, run_processes
+from processes import Outcome, RankEndedError, RankError, on_processes, run_processes
 from threaded import Rank, count_collectives
 
 
@@ -275,3 +275,15 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert not multiprocessing.active_children()
     assert not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+@on_processes(2, group_timeout=5.0)
+def each_process(rank, failing):
+    assert rank.rank != failing
+
+
+def test_a_test_of_processes_can_fail():
+    each_process(failing=None)
+    with pytest.raises(AssertionError) as caught:
+        each_process(failing=1)
+    assert "failing = 1" in str(caught.value.__cause__)

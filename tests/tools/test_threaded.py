@@ -72,6 +72,17 @@ def test_a_test_of_ranks_runs_on_each_and_fails_where_one_does(failing):
     assert (seen.get(), seen.get(), seen.empty()) == (True, True, True)
 
 
+@pytest.mark.parametrize("said", [None, "a batch", "a bad one", "a bad batch"])
+def test_ranks_that_are_to_end_with_an_error_have_to(said):
+    @on_ranks(2, raises=ValueError, says=("a bad", "batch"))
+    def each(rank):
+        if rank.rank == 0 or said is not None:
+            raise ValueError(said if rank.rank else "a bad batch")
+
+    with contextlib.nullcontext() if said == "a bad batch" else pytest.raises(AssertionError):
+        each()
+
+
 # ------------------------------------------------------------------------------------ accelerators
 
 
