@@ -8,7 +8,7 @@ from torch import nn
 
 import lockstep
 from ddp_reference import both_since_2_13, ddp_class, scalars
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import one_weight
 from threaded import run_ranks
 
@@ -34,7 +34,9 @@ def step(ddp, rank):
     ddp(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
 
 
-def change(rank, implementation):
+@both_since_2_13
+@on_processes(2)
+def test_buffers_are_those_of_rank_0_after_backward(rank, implementation):
     make, seen = ddp_class(implementation), {}
     ddp = make(Buffered(rank.rank))
     seen["at the start"] = on_every_rank(rank, ddp.module.kept)
@@ -68,37 +70,29 @@ def change(rank, implementation):
     unsent = make(Buffered(rank.rank), init_sync=False)
     step(unsent, rank)
     seen["not sent at the start"] = on_every_rank(rank, unsent.module.kept)
-    return seen
+    assert seen == {
+        "at the start": [[0.0, 0.0]] * 2,
+        "of rank 0, reassigned": [[2.0, 2.0]] * 2,
+        "in place, eval": [[5.0, 5.0]] * 2,
+        "registered later": [7, 7],
+        "in no_sync": [[20.0, 20.0], [21.0, 21.0]],
+        "after no_sync": [[20.0, 20.0]] * 2,
+        "local, at the start": [[0.0, 0.0]] * 2,
+        "local": [[5.0, 5.0], [6.0, 6.0]],
+        "not sent at the start": [[0.0, 0.0]] * 2,
+    }
 
 
 @both_since_2_13
-def test_buffers_are_those_of_rank_0_after_backward(implementation):
-    for seen in run_processes(2, change, implementation):
-        assert seen == {
-            "at the start": [[0.0, 0.0]] * 2,
-            "of rank 0, reassigned": [[2.0, 2.0]] * 2,
-            "in place, eval": [[5.0, 5.0]] * 2,
-            "registered later": [7, 7],
-            "in no_sync": [[20.0, 20.0], [21.0, 21.0]],
-            "after no_sync": [[20.0, 20.0]] * 2,
-            "local, at the start": [[0.0, 0.0]] * 2,
-            "local": [[5.0, 5.0], [6.0, 6.0]],
-            "not sent at the start": [[0.0, 0.0]] * 2,
-        }
-
-
-def normalise(rank, implementation):
+@on_processes(2)
+def test_two_forwards_with_batch_normalisation(rank, implementation):
     """Batch normalisation: two forwards before one backward, then an ordinary step."""
     x = torch.randn(8, 3, generator=rank.generator())
     ddp = ddp_class(implementation)(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     (ddp(x).square().mean() + ddp(2 * x).square().mean()).backward()
     ddp(x).square().mean().backward()
-    return ddp.module[1].num_batches_tracked.item(), [rank.all_equal(p.grad) for p in ddp.parameters()]
-
-
-@both_since_2_13
-def test_two_forwards_with_batch_normalisation(implementation):
-    assert run_processes(2, normalise, implementation) == [(3, [True] * 4)] * 2
+    assert ddp.module[1].num_batches_tracked.item() == 3
+    assert [rank.all_equal(p.grad) for p in ddp.parameters()] == [True] * 4
 
 
 class Remembers(nn.Module):

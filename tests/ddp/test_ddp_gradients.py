@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ddp_reference import both, ddp_class, failure, gradients, scalars
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import one_weight
 from threaded import run_ranks
 
@@ -181,7 +181,9 @@ class SharedAndUnused(nn.Module):
         return self.used(x)
 
 
-def share(rank, implementation):
+@both
+@on_processes(2)
+def test_a_parameter_in_two_places_has_one_gradient(rank, implementation):
     make, results = ddp_class(implementation), []
     for view, to_none in itertools.product((False, True), repeat=2):
         parameter = nn.Parameter(torch.ones(1000))
@@ -193,15 +195,10 @@ def share(rank, implementation):
             results += gradients(ddp)
     unused = make(SharedAndUnused(), find_unused_parameters=implementation == "torch")
     unused(rank_input(rank)).sum().backward()
-    return results, {name: p.grad is not None for name, p in unused.module.named_parameters()}, [*unused.state_dict()]
-
-
-@both
-def test_a_parameter_in_two_places_has_one_gradient(implementation):
-    for results, used, keys in run_processes(2, share, implementation):
-        torch.testing.assert_close(results, [torch.full((1000,), 3.0)] * 12)
-        assert used == {"bias": False, "unused.weight": False, "used.weight": True}
-        assert keys == ["module.bias", "module.unused.weight", "module.unused.bias", "module.used.weight"]
+    torch.testing.assert_close(results, [torch.full((1000,), 3.0)] * 12)
+    used = {name: p.grad is not None for name, p in unused.module.named_parameters()}
+    assert used == {"bias": False, "unused.weight": False, "used.weight": True}
+    assert [*unused.state_dict()] == ["module.bias", "module.unused.weight", "module.unused.bias", "module.used.weight"]
 
 
 def optimize_views(rank, implementation):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import lockstep
 from ddp_reference import Branches, both, ddp_class, failure, gradients, scalars
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import filled, one_weight
 
 
@@ -60,7 +60,9 @@ def fails_later(state, bucket):
     return done(bucket.buffer()).then(lambda future: 1 / 0)
 
 
-def refuse(rank, implementation):
+@both
+@on_processes(2)
+def test_what_is_refused(rank, implementation):
     make, results = ddp_class(implementation), {}
     ddp = make(one_weight())
     for hook in (1, {}, wrong_bucket, wrong_return):
@@ -73,27 +75,21 @@ def refuse(rank, implementation):
         ddp = make(one_weight(), process_group=dist.new_group())  # a rank whose hook always fails is lost to its group
         ddp.register_comm_hook(None, hook)
         results[hook.__name__] = failure(lambda ddp=ddp: ddp(rank_input(rank)).sum().backward())
-    return results, undisturbed
-
-
-@both
-def test_what_is_refused(implementation):
-    for rank, (results, undisturbed) in enumerate(run_processes(2, refuse, implementation)):
-        wanted = {
-            "1": (TypeError, "Communication hook must be callable."),
-            "{}": (TypeError, "Communication hook must be callable."),
-            "<function wrong_bucket": (ValueError, "bucket annotation should be dist.GradBucket."),
-            "<function wrong_return": (ValueError, "return annotation should be torch.futures.Future[torch.Tensor]"),
-            "twice": (RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."),
-            "returns_a_number": (RuntimeError, "callback must return a torch.futures.Future object, but got"),
-            "raises": (KeyError, "in the hook"),
-            "fails_later": (RuntimeError, ""),
-        }
-        assert results.keys() == wanted.keys()
-        for name, (kind, message) in wanted.items():
-            assert kind.__name__ in results[name][0], (name, results[name])
-            assert message in results[name][1], (name, results[name])
-        assert undisturbed == [rank + 1.0]  # a hook that sums nothing leaves each rank its own, undivided
+    wanted = {
+        "1": (TypeError, "Communication hook must be callable."),
+        "{}": (TypeError, "Communication hook must be callable."),
+        "<function wrong_bucket": (ValueError, "bucket annotation should be dist.GradBucket."),
+        "<function wrong_return": (ValueError, "return annotation should be torch.futures.Future[torch.Tensor]"),
+        "twice": (RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."),
+        "returns_a_number": (RuntimeError, "callback must return a torch.futures.Future object, but got"),
+        "raises": (KeyError, "in the hook"),
+        "fails_later": (RuntimeError, ""),
+    }
+    assert results.keys() == wanted.keys()
+    for name, (kind, message) in wanted.items():
+        assert kind.__name__ in results[name][0], (name, results[name])
+        assert message in results[name][1], (name, results[name])
+    assert undisturbed == [rank.rank + 1.0]  # a hook that sums nothing leaves each rank its own, undivided
 
 
 # ------------------------------------------------------------------------------------------ what they see
@@ -133,9 +129,8 @@ def test_what_hooks_see(implementation):
             assert [index for index, *_ in seen] == [*range(len(seen))]
             assert [last for _, last, *_ in seen] == [False] * (len(seen) - 1) + [True]
             assert all(same for _, _, same, *_ in seen)
-            assert sorted(itertools.chain(*(buffer for *_, buffer, _ in seen))) == sorted(
-                itertools.chain(*flat.values())
-            )
+            found = sorted(itertools.chain(*(buffer for *_, buffer, _ in seen)))
+            assert found == sorted(itertools.chain(*flat.values()))
             assert grads == [[10 * value for value in values] for values in flat.values()]
         assert [count for *_, count in whole[0]] == [4]
         assert [count for *_, count in small[0]] == [count for *_, count in views[0]] == [1] * 4
@@ -229,7 +224,9 @@ def register_builtin(ddp, kind):
         ddp._register_builtin_comm_hook(kind)
 
 
-def hooks_of_torch(rank, implementation):
+@both
+@on_processes(2)
+def test_hooks_of_torch(rank, implementation):
     make, results = ddp_class(implementation), {}
 
     def run(name, register, steps=2):
@@ -252,21 +249,29 @@ def hooks_of_torch(rank, implementation):
     for gradient in summed:
         torch.distributed.all_reduce(gradient.div_(rank.world))
     results["noop"] = [summed]
-    return results
+    wanted = results.pop("none")
+    assert len(results) == 7
+    for name, steps in results.items():
+        loose = 1e-6 if name in ("ALLREDUCE", "builtin ALLREDUCE", "post-local SGD", "noop") else 2e-3
+        for got, right in zip(steps, wanted, strict=False):
+            torch.testing.assert_close(got, right, rtol=loose, atol=loose, msg=name)
+
+
+@pytest.mark.numpy
+@on_processes(2)
+def test_lockstep_keeps_collectives_in_order_that_hooks_start_in_callbacks(rank):
+    """With several buckets over Gloo those of the reference meet the wrong ones: it fails or hangs."""
+    ddp = lockstep.DistributedDataParallel(rank.make(network), bucket_cap_mb=1e-5)
+    state = power_sgd.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
+    ddp.register_comm_hook(state, power_sgd.powerSGD_hook)
+    train(rank, ddp, 20)
+    assert [rank.all_equal(parameter.grad) for parameter in ddp.parameters()] == [True] * 4
 
 
 @both
-def test_hooks_of_torch(implementation):
-    for results in run_processes(2, hooks_of_torch, implementation):
-        wanted = results.pop("none")
-        assert len(results) == 7
-        for name, steps in results.items():
-            loose = 1e-6 if name in ("ALLREDUCE", "builtin ALLREDUCE", "post-local SGD", "noop") else 2e-3
-            for got, right in zip(steps, wanted, strict=False):
-                torch.testing.assert_close(got, right, rtol=loose, atol=loose, msg=name)
-
-
-def compress(rank, implementation):
+@pytest.mark.numpy
+@on_processes(2)
+def test_power_sgd(rank, implementation):
     """PowerSGD of as high a rank as the matrices have, so that nothing is lost."""
     make, results = ddp_class(implementation), {}
     plain = make(rank.make(network))
@@ -276,24 +281,16 @@ def compress(rank, implementation):
         ddp = make(rank.make(network))
         ddp.register_comm_hook(power_sgd_state(**options), power_sgd.powerSGD_hook)
         results[str(options)] = train(rank, ddp, 12)
-    return results
+    wanted = results.pop("none")
+    assert len(results) == 8
+    for name, steps in results.items():
+        torch.testing.assert_close(steps, wanted, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def compress_buckets(rank):
-    ddp = lockstep.DistributedDataParallel(rank.make(network), bucket_cap_mb=1e-5)
-    state = power_sgd.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
-    ddp.register_comm_hook(state, power_sgd.powerSGD_hook)
-    train(rank, ddp, 20)
-    return [rank.all_equal(parameter.grad) for parameter in ddp.parameters()]
-
-
+@both
 @pytest.mark.numpy
-def test_lockstep_keeps_collectives_in_order_that_hooks_start_in_callbacks():
-    """With several buckets over Gloo those of the reference meet the wrong ones: it fails or hangs."""
-    assert run_processes(2, compress_buckets) == [[True] * 4] * 2
-
-
-def go_on(rank, implementation):
+@on_processes(2)
+def test_the_state_of_power_sgd_can_be_saved(rank, implementation):
     """PowerSGD of rank 1, its state saved and gone on with in another wrapper."""
     make = ddp_class(implementation)
     first, second = (make(rank.make(lambda: nn.Linear(6, 8, bias=False))) for _ in range(2))
@@ -303,21 +300,5 @@ def go_on(rank, implementation):
     file = io.BytesIO()
     torch.save(state, file)
     second.register_comm_hook(torch.load(io.BytesIO(file.getvalue()), weights_only=False), power_sgd.powerSGD_hook)
-    return train(rank, first, 3), train(rank, second, 3)
-
-
-@both
-@pytest.mark.numpy
-def test_power_sgd(implementation):
-    for results in run_processes(2, compress, implementation):
-        wanted = results.pop("none")
-        assert len(results) == 8
-        for name, steps in results.items():
-            torch.testing.assert_close(steps, wanted, rtol=1e-3, atol=1e-5, msg=name)
-
-
-@both
-@pytest.mark.numpy
-def test_the_state_of_power_sgd_can_be_saved(implementation):
-    for first, second in run_processes(2, go_on, implementation):
-        torch.testing.assert_close(first, second)
+    first, second = train(rank, first, 3), train(rank, second, 3)
+    torch.testing.assert_close(first, second)

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp_reference import Branches, both, both_since_2_13, ddp_class, failure, gradients, scalars, values
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import one_weight
 
 
@@ -44,7 +44,10 @@ def test_ranks_that_have_ended_count_as_zero_or_not_at_all(implementation):
     assert of_rank_1 == {True: ([1.5, 1.5, 1.0, 1.0], 1, True), False: ([1.5, 1.5, 2.0, 2.0], 1, True), **common}
 
 
-def train_apart(rank, implementation):
+@both
+@pytest.mark.parametrize("world", [2, 3])
+@on_processes(None, "world")
+def test_every_batch_counts_as_much(rank, implementation):
     """Rank r makes 2 (r + 1) steps on one input; a module on its own makes all of them."""
     x = torch.full((3, 4), 0.5)
     local = rank.make(lambda: nn.Linear(4, 4, bias=False))
@@ -56,14 +59,8 @@ def train_apart(rank, implementation):
                 optimizer.zero_grad()
                 module(x).sum().backward()
                 optimizer.step()
-    return local.weight, ddp.module.weight
-
-
-@both
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_batch_counts_as_much(implementation, world):
-    for local, wrapped in run_processes(world, train_apart, implementation):
-        torch.testing.assert_close(wrapped, local)
+    local, wrapped = local.weight, ddp.module.weight
+    torch.testing.assert_close(wrapped, local)
 
 
 # --------------------------------------------------------------------------------------- kinds of models
@@ -86,7 +83,10 @@ MODELS = {
 }
 
 
-def run_unevenly(rank, implementation):
+@both
+@pytest.mark.numpy
+@on_processes(2)
+def test_all_ranks_end_with_the_same_model(rank, implementation):
     make, results = ddp_class(implementation), {}
     for name, (model, extra, left_out) in MODELS.items():
         for counts in ((0, 2), (2, 5)):
@@ -108,15 +108,8 @@ def run_unevenly(rank, implementation):
                                     parameter.grad = None
                 equal = all(rank.all_equal(value) for value in values(ddp))
                 results[name, counts, synchronised_every] = equal, ddp._authoritative_rank
-    return results
-
-
-@both
-@pytest.mark.numpy
-def test_all_ranks_end_with_the_same_model(implementation):
-    for results in run_processes(2, run_unevenly, implementation):
-        assert len(results) == 4 * len(MODELS)
-        assert set(results.values()) == {(True, 1)}, results
+    assert len(results) == 4 * len(MODELS)
+    assert set(results.values()) == {(True, 1)}, results
 
 
 class RankLocal(nn.Module):
@@ -131,18 +124,15 @@ class RankLocal(nn.Module):
         return self.layer(x) + self.own.sum()
 
 
-def keep_buffers(rank, implementation):
+@both_since_2_13
+@on_processes(2)
+def test_join_leaves_local_buffers_alone(rank, implementation):
     ddp = ddp_class(implementation)(RankLocal(1.0), forward_sync_buffers=False)
     ddp.module.own.fill_(5.0 + rank.rank)
     with ddp.join():
         for _ in range(rank.rank + 1):
             ddp(rank_input(rank)).sum().backward()
-    return ddp.module.own.tolist()
-
-
-@both_since_2_13
-def test_join_leaves_local_buffers_alone(implementation):
-    assert run_processes(2, keep_buffers, implementation) == [[5.0, 5.0], [6.0, 6.0]]
+    assert ddp.module.own.tolist() == [[5.0, 5.0], [6.0, 6.0]][rank.rank]
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -221,7 +211,9 @@ class _CounterHook:
         pass
 
 
-def join_several(rank, implementation):
+@both
+@on_processes(2)
+def test_joined_with_others(rank, implementation):
     ddp, counter, seen = ddp_class(implementation)(one_weight()), Counter(rank), []
     with Join([ddp, counter]):
         for _ in range(rank.rank + 1):
@@ -230,9 +222,4 @@ def join_several(rank, implementation):
             count = torch.ones(1)
             torch.distributed.all_reduce(count)
             seen.append((*scalars(ddp), count.item()))
-    return seen
-
-
-@both
-def test_joined_with_others(implementation):
-    assert run_processes(2, join_several, implementation) == [[(1.5, 2.0)], [(1.5, 2.0), (1.0, 1.0)]]
+    assert seen == [[(1.5, 2.0)], [(1.5, 2.0), (1.0, 1.0)]][rank.rank]

@@ -15,7 +15,7 @@ from torch.nn.utils import rnn
 import lockstep
 from ddp_reference import both, ddp_class, gradients, scalars
 from lockstep.errors import NotReplicableError
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import filled, one_weight
 
 
@@ -116,7 +116,9 @@ class Named(nn.Module):
         return self.layer(pair.a * pair.b) * scale
 
 
-def take_inputs(rank, implementation):
+@both
+@on_processes(2)
+def test_inputs_of_any_kind_and_hooks(rank, implementation):
     make = ddp_class(implementation)
     packed = rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
     local, ddp = Sequences(), make(Sequences())
@@ -124,14 +126,9 @@ def take_inputs(rank, implementation):
         module(packed).data.sum().backward()
     named = make(Named())
     named(Pair(rank_input(rank), torch.ones(1, 1)), Pair, scale=2.0).sum().backward()
-    return gradients(local), gradients(ddp), scalars(named)
-
-
-@both
-def test_inputs_of_any_kind_and_hooks(implementation):
-    for local, wrapped, named in run_processes(2, take_inputs, implementation):
-        torch.testing.assert_close(wrapped, local)
-        assert named == [18.0]
+    local, wrapped, named = gradients(local), gradients(ddp), scalars(named)
+    torch.testing.assert_close(wrapped, local)
+    assert named == [18.0]
 
 
 class RunAll(torch.distributed.ProcessGroup):
@@ -165,7 +162,9 @@ class RunAll(torch.distributed.ProcessGroup):
         return self._done("allgather", outputs)
 
 
-def use_a_group_in_python(rank, implementation):
+@both
+@on_processes(1)
+def test_a_process_group_written_in_python(rank, implementation):
     results = []
     for options in ({}, {"init_sync": False}):
         group = RunAll()
@@ -174,15 +173,12 @@ def use_a_group_in_python(rank, implementation):
         for _ in range(2):
             ddp(torch.ones(1, 1)).sum().backward()
         results.append((calls > 0, group.calls.count("allreduce") > 0, scalars(ddp)))
-    return results
+    assert results == [(True, True, [2.0]), (False, True, [2.0])]
 
 
 @both
-def test_a_process_group_written_in_python(implementation):
-    assert run_processes(1, use_a_group_in_python, implementation) == [[(True, True, [2.0]), (False, True, [2.0])]]
-
-
-def ignore(rank, implementation):
+@on_processes(2)
+def test_ignored_parameters_are_left_alone(rank, implementation):
     """Wraps a module of which a part differs from rank to rank; then another part is put in its place."""
     make, results = ddp_class(implementation), []
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
@@ -201,16 +197,12 @@ def ignore(rank, implementation):
             ddp(rank_input(rank)).sum().backward()
         left = all(parameter.grad is None for parameter in replaced)
         results.append((left, scalars(ddp)))
-    return results
+    assert results == [(True, [1.5, rank.rank + 1.0])] * 3
 
 
 @both
-def test_ignored_parameters_are_left_alone(implementation):
-    for rank, results in enumerate(run_processes(2, ignore, implementation)):
-        assert results == [(True, [1.5, rank + 1.0])] * 3
-
-
-def delay(rank, implementation):
+@on_processes(2)
+def test_delayed_parameters(rank, implementation):
     module = nn.Sequential(one_weight(), one_weight())
     ddp = ddp_class(implementation)(
         module,
@@ -218,26 +210,18 @@ def delay(rank, implementation):
         param_to_hook_all_reduce=module[1].weight,
     )
     ddp(rank_input(rank)).sum().backward()
-    return module[1].weight.grad.item()
+    assert module[1].weight.grad.item() == 1.5
 
 
 @both
-def test_delayed_parameters(implementation):
-    assert run_processes(2, delay, implementation) == [1.5, 1.5]
-
-
-def wrap_nothing(rank, implementation):
+@on_processes(2)
+def test_a_layer_without_outputs(rank, implementation):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of nn.Linear, that there is nothing to initialise
         ddp = ddp_class(implementation)(nn.Sequential(one_weight(), nn.Linear(1, 0)))
     out = ddp(torch.ones(1, 1))
     out.sum().backward()
-    return out.shape, [p.grad.shape for p in ddp.parameters()]
-
-
-@both
-def test_a_layer_without_outputs(implementation):
-    assert run_processes(2, wrap_nothing, implementation) == [((1, 0), [(1, 1), (0, 1), (0,)])] * 2
+    assert (out.shape, [p.grad.shape for p in ddp.parameters()]) == ((1, 0), [(1, 1), (0, 1), (0,)])
 
 
 # ------------------------------------------------------------------------ another module in place of the wrapped one

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import lockstep
 from ddp_reference import Branches, Mixed, both, both_since_2_13, ddp_class, gradients, scalars, values
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import fails_in_backward, one_weight
 
 
@@ -184,7 +184,17 @@ def test_lockstep_needs_no_flag():
 STEPS = [("a", "a"), ("ab", "ab"), ("a", "ab"), ("c", "c"), ("abc", "abc")]  # what ranks 0 and 1 use
 
 
-def change_branches(rank, implementation):
+@both
+@on_processes(2)
+def test_control_flow_may_change_from_step_to_step(rank, implementation):
+    wanted = [
+        [1.5, None, None],
+        [1.5, 1.5, None],
+        [1.5, 1.0, None],
+        [None, None, 1.5],
+        [1.5, 1.5, 1.5],
+        [0.5, 1.0, 1.5],
+    ]
     x = rank_input(rank)
     ddp = ddp_class(implementation)(Branches(), find_unused_parameters=implementation == "torch", bucket_cap_mb=1e-6)
     seen = []
@@ -196,20 +206,7 @@ def change_branches(rank, implementation):
     with ddp.no_sync():
         ddp(x, "ab"[rank.rank]).sum().backward()
     ddp(x, "c").sum().backward()  # a and b have waited for this
-    return [*seen, scalars(ddp)]
-
-
-@both
-def test_control_flow_may_change_from_step_to_step(implementation):
-    wanted = [
-        [1.5, None, None],
-        [1.5, 1.5, None],
-        [1.5, 1.0, None],
-        [None, None, 1.5],
-        [1.5, 1.5, 1.5],
-        [0.5, 1.0, 1.5],
-    ]
-    assert run_processes(2, change_branches, implementation) == [wanted] * 2
+    assert [*seen, scalars(ddp)] == wanted
 
 
 class TwoOutputs(nn.Module):
@@ -224,7 +221,10 @@ class TwoOutputs(nn.Module):
         return {"pair": pair, "sum": sum(pair)} if as_dict else pair
 
 
-def leave_an_output_out(rank, implementation):
+@both
+@on_processes(2)
+def test_an_output_left_out_of_the_loss_leaves_its_gradient_alone(rank, implementation):
+    wanted = [[None, 1.0, None], [3.0, 3.0, None], [3.0, 4.0, None], [3.0, 5.0, None]]
     results = []
     for as_dict in (False, True):
         ddp = ddp_class(implementation)(TwoOutputs(), find_unused_parameters=implementation == "torch")
@@ -233,13 +233,7 @@ def leave_an_output_out(rank, implementation):
             a, b = outputs["pair"] if as_dict else outputs
             (a * b if step == 1 else b).sum().backward()
             results.append(scalars(ddp))
-    return results
-
-
-@both
-def test_an_output_left_out_of_the_loss_leaves_its_gradient_alone(implementation):
-    wanted = [[None, 1.0, None], [3.0, 3.0, None], [3.0, 4.0, None], [3.0, 5.0, None]]
-    assert run_processes(2, leave_an_output_out, implementation) == [wanted * 2] * 2
+    assert results == wanted * 2
 
 
 # --------------------------------------------------------------------------------- steps out of the ordinary
@@ -317,20 +311,18 @@ def test_steps_out_of_the_ordinary(implementation):
     )
 
 
-def one_output_after_the_other(rank, implementation):
-    ddp = ddp_class(implementation)(TwoOutputs())
+@on_processes(2)
+def test_lockstep_synchronises_each_of_two_backwards_through_one_forward(rank):
+    ddp = ddp_class("lockstep")(TwoOutputs())
     a, b = ddp(rank_input(rank))
     a.sum().backward()
     first = scalars(ddp)
     b.sum().backward()
-    return first, scalars(ddp)
+    assert (first, scalars(ddp)) == ([1.5, None, None], [1.5, 1.5, None])
 
 
-def test_lockstep_synchronises_each_of_two_backwards_through_one_forward():
-    assert run_processes(2, one_output_after_the_other, "lockstep") == [([1.5, None, None], [1.5, 1.5, None])] * 2
-
-
-def around_forward(rank):
+@on_processes(2)
+def test_lockstep_synchronises_past_forward_and_after_freezing_and_thawing(rank):
     module = nn.Sequential(one_weight(), one_weight())
     ddp = lockstep.DistributedDataParallel(module)
     x, seen = rank_input(rank), []
@@ -343,14 +335,12 @@ def around_forward(rank):
         ddp.zero_grad()
         ddp(x).sum().backward()
         seen.append(scalars(ddp))
-    return seen
+    assert seen == [[1.5, None], [1.5, 1.5], [1.5, 1.5], [None, 1.5], [1.5, 1.5]]
 
 
-def test_lockstep_synchronises_past_forward_and_after_freezing_and_thawing():
-    assert run_processes(2, around_forward) == [[[1.5, None], [1.5, 1.5], [1.5, 1.5], [None, 1.5], [1.5, 1.5]]] * 2
-
-
-def start_again(rank, implementation):
+@both
+@on_processes(2)
+def test_a_module_may_be_wrapped_again(rank, implementation):
     """After a failed backward, and after the process group has been destroyed and made anew."""
     make, module = ddp_class(implementation), nn.Sequential(one_weight(), one_weight())
     ddp = make(module)
@@ -367,15 +357,12 @@ def start_again(rank, implementation):
     group = torch.distributed.new_group([0, 1])
     third = make(module, process_group=group)
     third(rank_input(rank)).sum().backward()
-    return [*seen, scalars(third)]
+    assert [*seen, scalars(third)] == [[1.5, 1.5]] * 2
 
 
 @both
-def test_a_module_may_be_wrapped_again(implementation):
-    assert run_processes(2, start_again, implementation) == [[[1.5, 1.5]] * 2] * 2
-
-
-def call_functionally(rank, implementation):
+@on_processes(2)
+def test_functional_call(rank, implementation):
     ddp = ddp_class(implementation)(nn.Linear(1, 1, bias=False))
     before = ddp.module.weight.detach().clone()
     weight = torch.tensor([[3.0]], requires_grad=True)
@@ -383,9 +370,5 @@ def call_functionally(rank, implementation):
     out.backward()
     unchanged = torch.equal(before, ddp.module.weight) and ddp.module.weight.grad is None
     ddp(rank_input(rank)).sum().backward()
-    return out.item(), weight.grad.item(), unchanged, gradients(ddp)[0].item()
-
-
-@both
-def test_functional_call(implementation):
-    assert run_processes(2, call_functionally, implementation) == [(3.0, 1.0, True, 1.5), (6.0, 2.0, True, 1.5)]
+    found = (out.item(), weight.grad.item(), unchanged, gradients(ddp)[0].item())
+    assert found == [(3.0, 1.0, True, 1.5), (6.0, 2.0, True, 1.5)][rank.rank]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import lockstep
 from ddp_reference import both, failure, gradients, scalars, values
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import one_weight
 
 
@@ -77,31 +77,25 @@ def test_parts_of_a_batch_train_as_the_whole_batch(implementation, world):
             torch.testing.assert_close(replicated, local, rtol=1.3e-6, atol=5e-5, msg=name)
 
 
-def ignore(rank, implementation):
+@both
+@on_processes(2)
+def test_ignored_modules_are_left_alone(rank, implementation):
     module = nn.Sequential(one_weight(), nn.Sequential(one_weight()), one_weight())
     replicate_of(implementation)(module, ignored_modules=iter([module[1]]))
     module(rank_input(rank)).sum().backward()
-    return scalars(module)
+    assert scalars(module) == [[1.5, 1.0, 1.5], [1.5, 2.0, 1.5]][rank.rank]
 
 
 @both
-def test_ignored_modules_are_left_alone(implementation):
-    assert run_processes(2, ignore, implementation) == [[1.5, 1.0, 1.5], [1.5, 2.0, 1.5]]
-
-
-def accumulate(rank, implementation):
+@on_processes(2)
+def test_set_requires_gradient_sync(rank, implementation):
     module, seen = one_weight(), []
     replicate_of(implementation)(module)
     for synchronise in (False, False, True, True):
         module.set_requires_gradient_sync(synchronise)
         module(rank_input(rank)).sum().backward()
         seen += scalars(module)
-    return seen
-
-
-@both
-def test_set_requires_gradient_sync(implementation):
-    assert run_processes(2, accumulate, implementation) == [[1, 2, 4.5, 6], [2, 4, 4.5, 6]]
+    assert seen == [[1, 2, 4.5, 6], [2, 4, 4.5, 6]][rank.rank]
 
 
 def tenfold(state, bucket):
@@ -111,17 +105,14 @@ def tenfold(state, bucket):
     return future
 
 
-def hook(rank, implementation):
+@both
+@on_processes(2)
+def test_register_comm_hook(rank, implementation):
     module, seen = one_weight(), []
     replicate_of(implementation)(module)
     module.register_comm_hook(seen, tenfold)
     module(rank_input(rank)).sum().backward()
-    return scalars(module), seen
-
-
-@both
-def test_register_comm_hook(implementation):
-    assert run_processes(2, hook, implementation) == [([10.0], [True]), ([20.0], [True])]
+    assert (scalars(module), seen) == [([10.0], [True]), ([20.0], [True])][rank.rank]
 
 
 class Keyword(nn.Module):
@@ -164,7 +155,9 @@ def test_state_and_errors(implementation):
         assert seen == {"gradients": [4.5], "devices": (None, True), "names": ["layer.weight"], "plain": None}
 
 
-def beside_shards(rank, implementation):
+@both
+@on_processes(2)
+def test_what_is_sharded_is_refused_or_skipped(rank, implementation):
     from torch.distributed.fsdp import fully_shard
 
     mesh = torch.distributed.init_device_mesh("cpu", (rank.world,))
@@ -173,22 +166,18 @@ def beside_shards(rank, implementation):
     refused = failure(lambda: replicate_of(implementation)(module[0]))
     replicate_of(implementation)(module)
     module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
-    return refused, rank.all_equal(module[1].weight.grad), type(module[0].weight).__name__
-
-
-@both
-def test_what_is_sharded_is_refused_or_skipped(implementation):
-    for (kinds, message), equal, kind in run_processes(2, beside_shards, implementation):
-        assert "RuntimeError" in kinds
-        assert "Cannot apply `replicate()` on a Module already managed by `fully_shard`" in message
-        assert equal
-        assert kind == "DTensor"
+    (kinds, message), equal, kind = refused, rank.all_equal(module[1].weight.grad), type(module[0].weight).__name__
+    assert "RuntimeError" in kinds
+    assert "Cannot apply `replicate()` on a Module already managed by `fully_shard`" in message
+    assert equal
+    assert kind == "DTensor"
 
 
 # ------------------------------------------------------------------------------------------- only in ours
 
 
-def better(rank):
+@on_processes(2)
+def test_lockstep_does_better(rank):
     seen = {}
     seen["misspelt"] = failure(lambda: lockstep.replicate(one_weight(), bucket_cap=1))[0]
     module = rank.make(network, seed=rank.rank)
@@ -210,16 +199,11 @@ def better(rank):
     normalised = lockstep.replicate(nn.BatchNorm1d(1))  # the reference leaves buffers alone
     normalised(torch.tensor([[1.0], [2.0 + rank.rank]])).square().sum().backward()
     seen["buffers"] = rank.all_equal(normalised.running_mean)
-    return seen
-
-
-def test_lockstep_does_better():
-    for seen in run_processes(2, better):
-        assert "TypeError" in seen.pop("misspelt")
-        assert seen == {
-            "equal before any forward": True,
-            "copies": [True, True],
-            "submodule": [None, None, None, None, 1.5, 1.0],
-            "not synchronised": False,
-            "buffers": True,
-        }
+    assert "TypeError" in seen.pop("misspelt")
+    assert seen == {
+        "equal before any forward": True,
+        "copies": [True, True],
+        "submodule": [None, None, None, None, 1.5, 1.0],
+        "not synchronised": False,
+        "buffers": True,
+    }

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import lockstep
 from ddp_reference import gradients, values
-from processes import run_processes
+from processes import on_processes, run_processes
 
 ROWS = 3  # of each rank in each step
 
@@ -234,7 +234,11 @@ def test_every_bit_is_the_same_over_more_ranks(world, compare):
 # ----------------------------------------------------------------------------- against one process
 
 
-def compare_with_one_process(rank):
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.soak), 2, 3, pytest.param(4, marks=pytest.mark.around)]
+)
+@on_processes(None, "world")
+def test_parts_of_a_batch_train_as_the_whole_batch_in_one_process(rank):
     for name in ("bag", "tied", "mlp", "encoder", "recurrent")[: 5 if rank.world <= 2 else 3]:
         plain = rank.make(MODELS[name]).double()
         whole = copy.deepcopy(plain)
@@ -245,13 +249,6 @@ def compare_with_one_process(rank):
             assert_equal(got, wanted, f"{name}, {way}, gradients", rtol=1e-9, atol=1e-12)
             assert_equal(values(model), values(whole), f"{name}, {way}, values", rtol=1e-9, atol=1e-10)
             lockstep.check_in_sync(model)
-
-
-@pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.soak), 2, 3, pytest.param(4, marks=pytest.mark.around)]
-)
-def test_parts_of_a_batch_train_as_the_whole_batch_in_one_process(world):
-    run_processes(world, compare_with_one_process)
 
 
 # ---------------------------------------------------------------------------------------- checkpoints
@@ -267,7 +264,22 @@ def loaded(saved: bytes) -> Any:
     return torch.load(io.BytesIO(saved), weights_only=True)
 
 
-def exchange(rank):
+def save(state) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def train_on(rank, model, update, steps):
+    for step in steps:
+        x, y = batch(step, rank.rank, torch.float32)
+        update.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        update.step()
+
+
+@on_processes(2)
+def test_checkpoints_go_from_any_way_to_any_other(rank):
     """Trains in each way, saves, loads in each other way, and goes on; every way ends with the same bits."""
     plain = rank.make(Normalised)
     checkpoints = {}
@@ -301,22 +313,4 @@ def exchange(rank):
     first = next(iter(ends.values()))
     for what, end in ends.items():
         assert_equal(end, first, f"{what}")
-    return len(ends)
-
-
-def save(state) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def train_on(rank, model, update, steps):
-    for step in steps:
-        x, y = batch(step, rank.rank, torch.float32)
-        update.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        update.step()
-
-
-def test_checkpoints_go_from_any_way_to_any_other():
-    assert run_processes(2, exchange) == [6 * 3] * 2
+    assert len(ends) == 6 * 3
