@@ -11,7 +11,6 @@ from torch import nn
 import lockstep
 from lockstep.errors import AgreementError, GradientError, PeerError
 from programs.ranks import on_ranks, replicated
-from threaded import run_ranks
 
 # ---------------------------------------------------------------------------------- strides, shapes
 
@@ -114,7 +113,9 @@ WAYS = {
 }
 
 
-def ways(rank, ways, power):
+@pytest.mark.parametrize(("ways", "power"), WAYS.values(), ids=WAYS)
+@on_ranks(2)
+def test_ranks_may_use_other_parameters(rank, ways, power):
     module = replicated(rank, Ways)
     reference = copy.deepcopy(module)
     powers = power if isinstance(power, tuple) else (power, power)
@@ -122,16 +123,7 @@ def ways(rank, ways, power):
     for step in range(3):
         parts = [(x + r + step, way, p) for r, (way, p) in enumerate(zip(ways, powers, strict=True))]
         got = second_order(module, [module(*parts[rank.rank])], rank.group)
-        wanted = second_order(reference, [reference(*part) for part in parts])
-        for a, b in zip(got, wanted, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize(("way", "power"), WAYS.values(), ids=WAYS)
-def test_ranks_may_use_other_parameters(way, power):
-    run_ranks(2, ways, way, power)
+        torch.testing.assert_close(got, second_order(reference, [reference(*part) for part in parts]))
 
 
 @on_ranks(2)
@@ -164,21 +156,18 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_buckets_leave_after_the_means_of_the_pass(hosts):
+@on_ranks(2, "hosts")
+def test_buckets_leave_after_the_means_of_the_pass(rank):
     """On rank 0 the gradient of b is whole before the pass comes to the mean, on rank 1 it goes through that."""
     losses = (lambda a, b: a.square() + b), (lambda a, b: a.square() * b)
-
-    def call(rank):
-        module = lockstep.replicate(Pair(), process_group=rank.group, bucket_cap_mb=1e-6)
-        for _ in range(3):
-            (grad,) = gradients(module(losses[rank.rank]), [module.a], rank.group)
-            (grad.square().sum() + module(lambda a, b: b)).backward()
-            seen = module.a.grad.item(), module.b.grad.item()
-            module.zero_grad()
-        return seen
-
+    module = lockstep.replicate(Pair(), process_group=rank.group, bucket_cap_mb=1e-6)
+    for _ in range(3):
+        (grad,) = gradients(module(losses[rank.rank]), [module.a], rank.group)
+        (grad.square().sum() + module(lambda a, b: b)).backward()
+        seen = module.a.grad.item(), module.b.grad.item()
+        module.zero_grad()
     # the mean is a + a * b, that is 8; its derivatives 1 + b and a; b itself counts once more
-    assert run_ranks(2, call, hosts=hosts) == [(2 * 8 * 4, 2 * 8 * 2 + 1)] * 2
+    assert seen == (2 * 8 * 4, 2 * 8 * 2 + 1)
 
 
 @on_ranks(2)
@@ -196,9 +185,8 @@ def test_means_of_what_has_a_graph_on_one_rank_only_have_one_on_all(rank):
     mean = lockstep.loop.mean_over_ranks(x * 2, rank.group)
     mean.square().sum().backward()
     without = lockstep.loop.mean_over_ranks(x.detach(), rank.group)
-    assert (None if x.grad is None else x.grad.item(), without.requires_grad) == [(None, False), (2 * 6.0 * 2, False)][
-        rank.rank
-    ]
+    found = (None if x.grad is None else x.grad.item(), without.requires_grad)
+    assert found == [(None, False), (2 * 6.0 * 2, False)][rank.rank]
 
 
 @on_ranks(2)
@@ -225,33 +213,29 @@ def grad(module, penalty):
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize("derive", [backward, grad])
 @pytest.mark.parametrize("place", ["before the first", "between", "after the second"])
-def test_a_pass_that_fails_on_one_rank_before_or_after_a_mean_fails_on_all(place, derive, hosts):
+@on_ranks(2, "hosts")
+def test_a_pass_that_fails_on_one_rank_before_or_after_a_mean_fails_on_all(rank, place, derive):
     """Two means, of which the pass comes to the later one first; ranks go on afterwards."""
-
-    def call(rank):
-        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
-        for step in range(3):
-            a = module.a * 1
-            loss = module(lambda _, b, a=a: a.square() + 0 * b) + sum(module.more)
-            (first,) = gradients(loss, [module.a], rank.group)
-            passed = first * 1
-            penalty = lockstep.loop.mean_over_ranks(passed * module.a, rank.group) * 1
-            if step == 1 and rank.rank == 1:
-                where = {"before the first": penalty, "between": passed, "after the second": a}[place]
-                where.register_hook(divide_by_zero)
-            try:
-                seen.append(derive(module, penalty.sum()).item())
-            except (PeerError, ZeroDivisionError) as error:
-                seen.append(type(error))
-            module.zero_grad()
-        return seen
-
-    found = run_ranks(2, call, hosts=hosts)
-    if place == "after the second" and derive is grad:
-        assert found == [[found[0][0]] * 3, [found[0][0], ZeroDivisionError, found[0][0]]]  # this rank's own affair
-    else:
-        assert [seen[1] for seen in found] == [PeerError, ZeroDivisionError]
-        assert {value for seen in found for value in (seen[0], seen[2])} == {found[0][0]}
+    module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+    for step in range(3):
+        a = module.a * 1
+        loss = module(lambda _, b, a=a: a.square() + 0 * b) + sum(module.more)
+        (first,) = gradients(loss, [module.a], rank.group)
+        passed = first * 1
+        penalty = lockstep.loop.mean_over_ranks(passed * module.a, rank.group) * 1
+        if step == 1 and rank.rank == 1:
+            where = {"before the first": penalty, "between": passed, "after the second": a}[place]
+            where.register_hook(divide_by_zero)
+        try:
+            seen.append(derive(module, penalty.sum()).item())
+        except (PeerError, ZeroDivisionError) as error:
+            seen.append(type(error))
+        module.zero_grad()
+    right, error = seen[0], ZeroDivisionError if rank.rank else PeerError
+    if place == "after the second" and derive is grad and rank.rank == 0:
+        error = right  # this rank's own affair
+    assert seen == [right, error, right]
+    assert rank.all_equal(torch.tensor(right))
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
@@ -271,36 +255,31 @@ def test_gradients_of_a_third_order_are_refused_on_every_rank(rank, ranks):
         assert module.a.grad.item() == 1.5
         module.zero_grad()
     (error,) = seen
-    assert (type(error), "create_graph=True goes through mean_over_ranks()" in str(error)) == [
-        others,
-        (GradientError, True),
-    ][rank.rank]
+    found = (type(error), "create_graph=True goes through mean_over_ranks()" in str(error))
+    assert found == [others, (GradientError, True)][rank.rank]
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_pass_goes_through_the_means_behind_its_outputs_that_do_not_lead_to_its_inputs(fails, hosts):
+@on_ranks(2, "hosts")
+def test_a_pass_goes_through_the_means_behind_its_outputs_that_do_not_lead_to_its_inputs(rank, fails):
     """On another rank they may; so a pass that fails on one rank fails on all."""
-
-    def call(rank):
-        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
-        for _ in range(2):
-            (mean,) = gradients(module(lambda a, b: a.square()), [module.a], rank.group)
-            b = module.b * 1
-            if rank.rank == 1 and fails:
-                b.register_hook(divide_by_zero)
-            try:
-                seen.append(torch.autograd.grad(mean.sum() + b.sum(), module.b)[0].item())
-            except (ZeroDivisionError, PeerError) as error:
-                seen.append(type(error))
-            module.zero_grad()
-            (module.a * rank.rank).sum().backward()
-            seen.append(module.a.grad.item())
-            module.zero_grad()
-        return seen
-
-    found = run_ranks(2, call, hosts=hosts)
-    assert found == [[error if fails else 1.0, 0.5] * 2 for error in (PeerError, ZeroDivisionError)]
+    module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+    for _ in range(2):
+        (mean,) = gradients(module(lambda a, b: a.square()), [module.a], rank.group)
+        b = module.b * 1
+        if rank.rank == 1 and fails:
+            b.register_hook(divide_by_zero)
+        try:
+            seen.append(torch.autograd.grad(mean.sum() + b.sum(), module.b)[0].item())
+        except (ZeroDivisionError, PeerError) as error:
+            seen.append(type(error))
+        module.zero_grad()
+        (module.a * rank.rank).sum().backward()
+        seen.append(module.a.grad.item())
+        module.zero_grad()
+    error = ZeroDivisionError if rank.rank else PeerError
+    assert seen == [error if fails else 1.0, 0.5] * 2
 
 
 INPUTS = {
@@ -337,70 +316,60 @@ def test_grad_through_a_mean_that_leads_to_the_inputs_on_one_rank_only(rank, fir
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize("constant", [0, 1])
-def test_means_of_gradients_that_are_constant_on_one_rank(constant, hosts):
+@on_ranks(2, "hosts")
+def test_means_of_gradients_that_are_constant_on_one_rank(rank, constant):
     """A pass through their mean comes to parameters on the other rank only, and is a round on both."""
     losses = [lambda a, b: 3 * a + b, lambda a, b: a.square() * b]
-
-    def call(rank):
-        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
-        for _ in range(2):
-            loss = module(losses[rank.rank != constant])
-            (own,) = torch.autograd.grad(loss, module.a, create_graph=True)
-            mean = lockstep.loop.mean_over_ranks(own, rank.group)
-            mean.square().sum().backward()
-            seen.append((module.a.grad.item(), module.b.grad.item()))
-            module.zero_grad()
-        return seen
-
+    module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+    for _ in range(2):
+        loss = module(losses[rank.rank != constant])
+        (own,) = torch.autograd.grad(loss, module.a, create_graph=True)
+        mean = lockstep.loop.mean_over_ranks(own, rank.group)
+        mean.square().sum().backward()
+        seen.append((module.a.grad.item(), module.b.grad.item()))
+        module.zero_grad()
     # the mean is (3 + 2 * 2 * 3) / 2, that is 7.5; a's derivative 2 * 3 / 2, b's 2 * 2 / 2
-    assert run_ranks(2, call, hosts=hosts) == [[(2 * 7.5 * 3, 2 * 7.5 * 2)] * 2] * 2
+    assert seen == [(2 * 7.5 * 3, 2 * 7.5 * 2)] * 2
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_pass_that_fails_before_a_mean_of_gradients_that_are_constant_on_one_rank(failing, hosts):
+@on_ranks(2, "hosts")
+def test_a_pass_that_fails_before_a_mean_of_gradients_that_are_constant_on_one_rank(rank, failing):
     """On rank 0 nothing leads from the mean to parameters; the round is one of both ranks."""
     losses = (lambda a, b: 3 * a), (lambda a, b: a.square() * b)
-
-    def call(rank):
-        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
-        for step in range(3):
-            (mean,) = gradients(module(losses[rank.rank]), [module.a], rank.group)
-            penalty = mean * 1
-            if step == 1 and rank.rank == failing:
-                penalty.register_hook(divide_by_zero)
-            try:
-                penalty.square().sum().backward()
-                seen.append(module.a.grad.item())
-            except (PeerError, ZeroDivisionError) as error:
-                seen.append(type(error))
-            module.zero_grad()
-        return seen
-
-    errors = [ZeroDivisionError if rank == failing else PeerError for rank in range(2)]
-    assert run_ranks(2, call, hosts=hosts) == [[45.0, error, 45.0] for error in errors]
+    module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+    for step in range(3):
+        (mean,) = gradients(module(losses[rank.rank]), [module.a], rank.group)
+        penalty = mean * 1
+        if step == 1 and rank.rank == failing:
+            penalty.register_hook(divide_by_zero)
+        try:
+            penalty.square().sum().backward()
+            seen.append(module.a.grad.item())
+        except (PeerError, ZeroDivisionError) as error:
+            seen.append(type(error))
+        module.zero_grad()
+    assert seen == [45.0, ZeroDivisionError if rank.rank == failing else PeerError, 45.0]
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_a_pass_that_a_hook_begins_and_that_fails_before_a_mean_fails_on_all(hosts):
+@on_ranks(2, "hosts")
+def test_a_pass_that_a_hook_begins_and_that_fails_before_a_mean_fails_on_all(rank):
     """The mean is in the graph of the inner pass alone."""
-
-    def call(rank):
-        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
-        for step in range(3):
-            (mean,) = gradients(module(lambda a, b: a.square()), [module.a], rank.group)
-            mean = mean * 1
-            penalty, loss = mean.square().sum(), module(lambda a, b: a * b)
-            if step == 1 and rank.rank == 1:
-                mean.register_hook(divide_by_zero)
-            loss.register_hook(lambda grad, inner=penalty: grad + torch.autograd.grad(inner, module.a)[0].sum())
-            try:
-                loss.backward()
-                seen.append(module.b.grad.item())
-            except (PeerError, ZeroDivisionError) as error:
-                seen.append(type(error))
-            module.zero_grad()
-        return seen
-
+    module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+    for step in range(3):
+        (mean,) = gradients(module(lambda a, b: a.square()), [module.a], rank.group)
+        mean = mean * 1
+        penalty, loss = mean.square().sum(), module(lambda a, b: a * b)
+        if step == 1 and rank.rank == 1:
+            mean.register_hook(divide_by_zero)
+        loss.register_hook(lambda grad, inner=penalty: grad + torch.autograd.grad(inner, module.a)[0].sum())
+        try:
+            loss.backward()
+            seen.append(module.b.grad.item())
+        except (PeerError, ZeroDivisionError) as error:
+            seen.append(type(error))
+        module.zero_grad()
     # the mean is 2 * a, that is 4; the inner pass gives 2 * 4 * 2, and b gets that and 1, times a
-    assert run_ranks(2, call, hosts=hosts) == [[34.0, error, 34.0] for error in (PeerError, ZeroDivisionError)]
+    assert seen == [34.0, ZeroDivisionError if rank.rank else PeerError, 34.0]
