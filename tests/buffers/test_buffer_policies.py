@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -70,38 +72,30 @@ def drawn(rank, dtype, *shape):
 # ---------------------------------------------------------------------------------- whose values
 
 
-def after_a_step(rank, policy, carrier, hooked):
-    """Buffers before and after, by dtype; each rank has set other values since the module was replicated."""
-    model = Scale(carrier, **{name_of(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in DTYPES})
-    lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
-    if hooked:
-        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    before = {}
-    for dtype in DTYPES:
-        before[dtype] = drawn(rank, dtype, 2, 3)
-        getattr(model, name_of(dtype)).copy_(before[dtype])
-    for _ in range(2):  # once is enough, and twice is no more
-        step(model)
-        after = {dtype: getattr(model, name_of(dtype)).clone() for dtype in DTYPES}
-    return before, after
-
-
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize(
     "carrier", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=name_of
 )
 @pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
-def test_every_dtype_behind_gradients_of_every_dtype(policy, carrier, hooked):
-    results = run_ranks(2, after_a_step, policy, carrier, hooked)
-    for dtype in DTYPES:
-        befores, afters = ([result[kind][dtype] for result in results] for kind in (0, 1))
-        averaged = policy == "mean" and (dtype.is_floating_point or dtype.is_complex)
-        for before, after in zip(befores, afters, strict=True):
-            if averaged:
-                torch.testing.assert_close(after, (befores[0] / 2 + befores[1] / 2).to(dtype))
-            else:
-                assert bits(after) == bits(before if policy == "local" else befores[0]), dtype
-        assert averaged is False or bits(afters[0]) == bits(afters[1])
+@on_ranks(2)
+def test_every_dtype_behind_gradients_of_every_dtype(rank, policy, carrier, hooked):
+    """Each rank has set other values since the module was replicated."""
+    model = Scale(carrier, **{name_of(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in DTYPES})
+    lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
+    if hooked:
+        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    before = {dtype: rank.gather(drawn(rank, dtype, 2, 3)) for dtype in DTYPES}
+    for dtype, values in before.items():
+        getattr(model, name_of(dtype)).copy_(values[rank.rank])
+    for _ in range(2):  # once is enough, and twice is no more
+        step(model)
+    for dtype, (first, second) in before.items():
+        after = getattr(model, name_of(dtype))
+        if policy == "mean" and (dtype.is_floating_point or dtype.is_complex):
+            torch.testing.assert_close(after, (first / 2 + second / 2).to(dtype))
+            assert rank.all_equal(after)
+        else:
+            assert bits(after) == bits(second if policy == "local" and rank.rank else first), dtype
 
 
 AWKWARD = {
@@ -116,18 +110,16 @@ AWKWARD = {
 
 
 @pytest.mark.parametrize("carrier", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=name_of)
-def test_values_of_rank_0_arrive_bit_for_bit(carrier):
-    def call(rank):
-        model = Scale(carrier, **{name: torch.zeros_like(value) for name, value in AWKWARD.items()})
-        lockstep.replicate(model, process_group=rank.group)
-        for name, value in AWKWARD.items():
-            getattr(model, name).copy_(value if rank.rank == 0 else drawn(rank, value.dtype, *value.shape))
-        step(model)
-        lockstep.check_in_sync(model)
-        return {name: bits(getattr(model, name)) for name in AWKWARD}
-
+@on_ranks(3)
+def test_values_of_rank_0_arrive_bit_for_bit(rank, carrier):
     wanted = {name: bits(value) for name, value in AWKWARD.items()}
-    assert run_ranks(3, call) == [wanted] * 3
+    model = Scale(carrier, **{name: torch.zeros_like(value) for name, value in AWKWARD.items()})
+    lockstep.replicate(model, process_group=rank.group)
+    for name, value in AWKWARD.items():
+        getattr(model, name).copy_(value if rank.rank == 0 else drawn(rank, value.dtype, *value.shape))
+    step(model)
+    lockstep.check_in_sync(model)
+    assert {name: bits(getattr(model, name)) for name in AWKWARD} == wanted
 
 
 @on_ranks(2)
@@ -170,12 +162,8 @@ def test_buffers_that_are_not_saved_are_kept_equal_and_ignored_ones_are_not(rank
         buffer.fill_(rank.rank + 1.0)
     step(model)
     own = (1.0, 2.0)[rank.rank]
-    assert {name: buffer.item() for name, buffer in model.named_buffers()} == {
-        **equal,
-        "own": own,
-        "part.skipped": own,
-        "out.whole": own,
-    }
+    found = {name: buffer.item() for name, buffer in model.named_buffers()}
+    assert found == {**equal, "own": own, "part.skipped": own, "out.whole": own}
 
 
 # ---------------------------------------------------------------------------------- how they travel
@@ -202,24 +190,22 @@ def test_large_buffers_take_one_collective_more(rank, policy, expected, elements
     assert sorted(each.name for each in sent) == sorted(["all_reduce", *more])
 
 
-def test_large_buffers_of_several_dtypes():
-    def call(rank):
-        tensors = {name_of(dtype): torch.zeros(300_000, dtype=dtype) for dtype in (*DTYPES[:3], *DTYPES[6:])}
-        model = Scale(**tensors)
-        lockstep.replicate(model, process_group=rank.group, buffer_policy="mean")
-        for _, buffer in model.named_buffers():
-            buffer.fill_(rank.rank * 3)
-        with count_collectives(rank) as sent:
-            step(model)
-        values = {name: {buffer[0].item(), buffer[-1].item()} for name, buffer in model.named_buffers()}
-        return values, [each.name for each in sent].count("broadcast")
-
-    for values, broadcasts in run_ranks(2, call):
-        assert values == {
-            **{name_of(dtype): {1.5} for dtype in DTYPES[:3]},
-            **{name_of(dtype): {0} for dtype in DTYPES[6:]},
-        }
-        assert broadcasts == 2  # one for all integers, and one in the first round for the order
+@on_ranks(2)
+def test_large_buffers_of_several_dtypes(rank):
+    tensors = {name_of(dtype): torch.zeros(300_000, dtype=dtype) for dtype in (*DTYPES[:3], *DTYPES[6:])}
+    model = Scale(**tensors)
+    lockstep.replicate(model, process_group=rank.group, buffer_policy="mean")
+    for _, buffer in model.named_buffers():
+        buffer.fill_(rank.rank * 3)
+    with count_collectives(rank) as sent:
+        step(model)
+    values = {name: {buffer[0].item(), buffer[-1].item()} for name, buffer in model.named_buffers()}
+    assert values == {
+        **{name_of(dtype): {1.5} for dtype in DTYPES[:3]},
+        **{name_of(dtype): {0} for dtype in DTYPES[6:]},
+    }
+    # one for all integers, and one in the first round for the order
+    assert [each.name for each in sent].count("broadcast") == 2
 
 
 @pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
@@ -312,25 +298,20 @@ def test_buffers_of_another_shape_or_dtype_are_agreed_on_anew(rank, size, shape,
 
 @pytest.mark.parametrize("size", [3, 100_000])
 @pytest.mark.parametrize("last", [0, 1, 2])
-def test_another_shape_on_one_rank_is_an_error_on_all(size, last):
-    def call(rank):
-        model = Scale(kept=torch.zeros(size))
-        lockstep.replicate(model, process_group=rank.group)
-        step(model)
-        if rank.rank == last:
-            model.kept = torch.zeros(2)
-        with pytest.raises(AgreementError) as caught:
-            step(model)
-        model.kept = torch.zeros(size)
-        step(model)
-        return str(caught.value), model.weight.grad.item()
-
-    results = run_ranks(3, call)
+@on_ranks(3)
+def test_another_shape_on_one_rank_is_an_error_on_all(rank, size, last):
+    model = Scale(kept=torch.zeros(size))
+    lockstep.replicate(model, process_group=rank.group)
+    step(model)
+    if rank.rank == last:
+        model.kept = torch.zeros(2)
     mine, theirs = ((2,), (size,)) if last == 0 else ((size,), (2,))
     words = f"buffer kept: rank 0 has float32 of shape {mine}; rank {last or 1} has float32 of shape {theirs}"
-    assert len(set(results)) == 1
-    assert words in results[0][0]
-    assert results[0][1] == 1.0
+    with pytest.raises(AgreementError, match=re.escape(words)):
+        step(model)
+    model.kept = torch.zeros(size)
+    step(model)
+    assert model.weight.grad.item() == 1.0
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
@@ -388,7 +369,8 @@ def test_a_pending_backward_finds_the_values_it_has_saved(rank, policy, how, siz
     assert (now, model.weight.grad.item()) == (after, (6.0 * 1 + 6.0 * 2) / 2)
 
 
-def test_two_forwards_and_one_backward_with_a_moving_average_out_of_place():
+@on_ranks(2)
+def test_two_forwards_and_one_backward_with_a_moving_average_out_of_place(rank):
     """The reference overwrites what the first forward has saved, in silence: 1.0 where 1.25 is right."""
 
     class Average(nn.Module):
@@ -401,24 +383,20 @@ def test_two_forwards_and_one_backward_with_a_moving_average_out_of_place():
             self.average = 0.5 * self.average + 0.5 * x
             return self.weight * self.average
 
-    def call(rank):
-        model = Average()
-        lockstep.replicate(model, process_group=rank.group)
-        x = torch.full((1,), rank.rank + 1.0)
-        losses = [model(x), model(x)]
-        sum(losses).sum().backward()
-        first = model.weight.grad.item(), model.average.item()
-        kept = model(x)
-        model.zero_grad()
-        model(x).sum().backward()  # replaces the buffer of which `kept` has saved an earlier one
-        model.zero_grad()
-        kept.sum().backward()
-        return first, model.weight.grad.item()
-
+    model = Average()
+    lockstep.replicate(model, process_group=rank.group)
+    x = torch.full((1,), rank.rank + 1.0)
+    losses = [model(x), model(x)]
+    sum(losses).sum().backward()
+    first = model.weight.grad.item(), model.average.item()
+    kept = model(x)
+    model.zero_grad()
+    model(x).sum().backward()  # replaces the buffer of which `kept` has saved an earlier one
+    model.zero_grad()
+    kept.sum().backward()
     # Averages: 0.5 and 0.75 of x at first; then 0.5 * 0.75 + 0.5 * x, with rank 0's 0.75 on both.
-    mean = lambda one, two: (one + two) / 2  # noqa: E731
-    expected = (mean(1.25, 2.5), 0.75), mean(0.375 + 0.5, 0.375 + 1.0)
-    assert run_ranks(2, call) == [expected] * 2
+    assert first == ((1.25 + 2.5) / 2, 0.75)
+    assert model.weight.grad.item() == (0.375 + 0.5 + 0.375 + 1.0) / 2
 
 
 @on_ranks(2)
@@ -505,12 +483,10 @@ def test_buffers_made_in_inference_mode_and_buffers_that_want_gradients(rank):
         with torch.no_grad():
             model.trained.fill_(rank.rank + 4.0)
         step(model)
-    assert (model.frozen.tolist(), model.trained.tolist(), model.trained.requires_grad, model.trained.is_leaf) == (
-        [3.0, 3.0],
-        [4.0, 4.0],
-        True,
-        True,
-    )
+    assert model.frozen.tolist() == [3.0, 3.0]
+    assert model.trained.tolist() == [4.0, 4.0]
+    assert model.trained.requires_grad is True
+    assert model.trained.is_leaf is True
 
 
 @on_ranks(2)
