@@ -38,9 +38,8 @@ def test_means_over_all_rows(count, hosts):
     rows = [numbers.randrange(-1000, 1000) for _ in range(count)]
     for found, sent in run_ranks(3, of_rows, rows, hosts=hosts):
         assert found["mean"] == pytest.approx(sum(rows) / count, rel=1e-15)
-        assert [float(each) for each in found["squares"]] == pytest.approx(
-            [sum(rows) / count, sum(x * x for x in rows) / count], rel=1e-14
-        )
+        got = [float(each) for each in found["squares"]]
+        assert got == pytest.approx([sum(rows) / count, sum(x * x for x in rows) / count], rel=1e-14)
         assert found["first"].right == pytest.approx(sum(x > 0 for x in rows) / count)
         assert found["first"].total == 7
         assert found["many"].shape == (70,)

@@ -11,9 +11,8 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
-from programs.ranks import on_ranks
+from programs.ranks import on_ranks, scalars
 from small_modules import fails_in_backward
-from threaded import run_ranks
 
 
 class Net(nn.Module):
@@ -35,10 +34,6 @@ def x_of(rank, value=1.0):
 
 def net(rank, count=2, **options):
     return lockstep.replicate(Net(count), process_group=rank.group, **options)
-
-
-def grads(module):
-    return [None if p.grad is None else p.grad.item() for p in module.parameters()]
 
 
 def backward(model, x, weight=None, last=True, part=False):
@@ -66,23 +61,19 @@ def refused(call, *args, **kwargs):
     return caught.value
 
 
-def check_refused_by(ranks, results, message):
-    """These ranks have said why, the others have heard of it, and the next batch is right on all."""
-    for number, (error, *after) in enumerate(results):
-        if number in ranks:
-            assert type(error) is OptionError
-            assert message in str(error)
-        else:
-            assert type(error) is PeerError
-            assert f"backward failed on rank {ranks[0]}" in str(error)
-        assert after == [[None, None], [1.5, 1.5]]
-
-
 def next_batch(rank, model):
     """No gradient is left; what the next batch gives all parameters."""
-    left = grads(model)
+    left = scalars(model)
     backward(model, x_of(rank), weight=1)
-    return left, grads(model)
+    return left, scalars(model)
+
+
+def check_refused_by(ranks, rank, model, error, message):
+    """These ranks have said why, the others have heard of it, and the next batch is right on all."""
+    tells = rank.rank in ranks
+    assert type(error) is (OptionError if tells else PeerError)
+    assert (message if tells else f"backward failed on rank {ranks[0]}") in str(error)
+    assert next_batch(rank, model) == ([None, None], [1.5, 1.5])
 
 
 # ---------------------------------------------------------------------------------------- it begins without gradients
@@ -99,18 +90,18 @@ GRADIENTS_BEFORE = {
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("alone", [False, True])
 @parts
-def test_gradients_before_the_first_block_are_an_error(before, blocks, alone, part):
-    def call(rank):
-        model = net(rank)
-        GRADIENTS_BEFORE[before](model, x_of(rank))
-        if alone and rank.rank == 0:
-            model.zero_grad()
-        for _ in range(blocks - 1):
-            backward(model, x_of(rank), weight=1, last=False, part=part)
-        return refused(backward, model, x_of(rank), weight=1, part=part), *next_batch(rank, model)
-
+@on_ranks(2)
+def test_gradients_before_the_first_block_are_an_error(rank, before, blocks, alone, part):
     message = "parameter layers.0.weight had a gradient when the first block of accumulate(weight=...)"
-    check_refused_by([1] if alone else [0, 1], run_ranks(2, call), message)
+    model = net(rank)
+    GRADIENTS_BEFORE[before](model, x_of(rank))
+    if alone and rank.rank == 0:
+        model.zero_grad()
+    for _ in range(blocks - 1):
+        backward(model, x_of(rank), weight=1, last=False, part=part)
+    check_refused_by(
+        [1] if alone else [0, 1], rank, model, refused(backward, model, x_of(rank), weight=1, part=part), message
+    )
 
 
 @clears
@@ -121,7 +112,7 @@ def test_gradients_that_are_none_or_zero_are_none(rank, clear, part):
     for _ in range(3):
         backward(model, x_of(rank), weight=1, last=False, part=part)
         backward(model, x_of(rank), weight=1, part=part)
-        seen.append(grads(model))
+        seen.append(scalars(model))
         clear(model)
     assert seen == [[1.5, 1.5]] * 3
 
@@ -144,20 +135,21 @@ CHANGED = "was written, replaced or given up since a backward pass with a weight
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("alone", [False, True])
 @parts
-def test_gradients_that_are_changed_between_blocks_are_an_error(change, alone, part):
-    def call(rank):
-        model = net(rank)
-        backward(model, x_of(rank), weight=10, last=False, part=part)
-        if rank.rank or not alone:
-            CHANGES[change](model)
-        return refused(backward, model, x_of(rank), weight=1, part=part), *next_batch(rank, model)
-
-    check_refused_by([1] if alone else [0, 1], run_ranks(2, call), CHANGED)
+@on_ranks(2)
+def test_gradients_that_are_changed_between_blocks_are_an_error(rank, change, alone, part):
+    model = net(rank)
+    backward(model, x_of(rank), weight=10, last=False, part=part)
+    if rank.rank or not alone:
+        CHANGES[change](model)
+    check_refused_by(
+        [1] if alone else [0, 1], rank, model, refused(backward, model, x_of(rank), weight=1, part=part), CHANGED
+    )
 
 
 @clears
 @pytest.mark.parametrize("passes", [0, 1])
-def test_gradients_that_are_given_up_between_forward_and_backward_are_an_error(clear, passes):
+@on_ranks(2)
+def test_gradients_that_are_given_up_between_forward_and_backward_are_an_error(rank, clear, passes):
     """Also after another backward in the same block."""
 
     def in_the_block(rank, model):
@@ -169,13 +161,10 @@ def test_gradients_that_are_given_up_between_forward_and_backward_are_an_error(c
             clear(model)
             loss.backward()
 
-    def call(rank):
-        model = net(rank)
-        if not passes:
-            backward(model, x_of(rank), weight=10, last=False)
-        return refused(in_the_block, rank, model), *next_batch(rank, model)
-
-    check_refused_by([0, 1], run_ranks(2, call), CHANGED)
+    model = net(rank)
+    if not passes:
+        backward(model, x_of(rank), weight=10, last=False)
+    check_refused_by([0, 1], rank, model, refused(in_the_block, rank, model), CHANGED)
 
 
 @on_ranks(2)
@@ -188,7 +177,7 @@ def test_several_backwards_in_one_block_count_as_one(rank):
         with lockstep.accumulate(model, last=False):
             model(x_of(rank)).sum().backward()
         model(x_of(rank)).sum().backward()
-    assert grads(model) == [12 / 6] * 2
+    assert scalars(model) == [12 / 6] * 2
 
 
 @on_ranks(2)
@@ -197,40 +186,36 @@ def test_blocks_inside_of_one_another_count_each(rank):
     with lockstep.accumulate(model, weight=2):
         backward(model, x_of(rank), weight=1, last=False)
         model(x_of(rank)).sum().backward()
-    assert grads(model) == [6 / 6] * 2
+    assert scalars(model) == [6 / 6] * 2
 
 
 @clears
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_backward_after_the_one_that_has_synchronised_in_a_block_is_an_error(clear, fails):
-    def call(rank):
-        model, x = net(rank), x_of(rank)
-        with lockstep.accumulate(model, weight=4):
-            if fails:
-                with pytest.raises((ValueError, PeerError)):
-                    model(fails_in_backward(model.layers[0](x), rank.rank == 1, ValueError)).sum().backward()
-            else:
-                model(x).sum().backward()
-            clear(model)
-            error = refused(model(x).sum().backward)
-        return error, *next_batch(rank, model)
-
-    check_refused_by([0, 1], run_ranks(2, call), "follows the one that has synchronised in the same block")
+@on_ranks(2)
+def test_a_backward_after_the_one_that_has_synchronised_in_a_block_is_an_error(rank, clear, fails):
+    model, x = net(rank), x_of(rank)
+    with lockstep.accumulate(model, weight=4):
+        if fails:
+            with pytest.raises((ValueError, PeerError)):
+                model(fails_in_backward(model.layers[0](x), rank.rank == 1, ValueError)).sum().backward()
+        else:
+            model(x).sum().backward()
+        clear(model)
+        error = refused(model(x).sum().backward)
+    check_refused_by([0, 1], rank, model, error, "follows the one that has synchronised in the same block")
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_backward_without_a_weight_is_an_error(last):
-    def call(rank):
-        model = net(rank)
-        backward(model, x_of(rank), weight=3, last=False)
-        if last:
-            error = refused(model(x_of(rank)).sum().backward)
-        else:
-            backward(model, x_of(rank), last=False)
-            error = refused(backward, model, x_of(rank), weight=1)
-        return error, *next_batch(rank, model)
-
-    check_refused_by([0, 1], run_ranks(2, call), "this backward pass has no weight, an earlier one")
+@on_ranks(2)
+def test_a_backward_without_a_weight_is_an_error(rank, last):
+    model = net(rank)
+    backward(model, x_of(rank), weight=3, last=False)
+    if last:
+        error = refused(model(x_of(rank)).sum().backward)
+    else:
+        backward(model, x_of(rank), last=False)
+        error = refused(backward, model, x_of(rank), weight=1)
+    check_refused_by([0, 1], rank, model, error, "this backward pass has no weight, an earlier one")
 
 
 # ------------------------------------------------------------------------------------------------ it ends with a round
@@ -260,7 +245,7 @@ def test_weights_go_with_a_round_of_several_modules_that_has_failed(rank):
         (a(x) + b(fails_in_backward(x, error=ValueError) if rank.rank else x)).sum().backward()
     with lockstep.accumulate(a, weight=1), lockstep.accumulate(b, weight=1):
         (a(x) + b(x)).sum().backward()
-    assert (grads(a), grads(b)) == ([1.5], [1.5])
+    assert (scalars(a), scalars(b)) == ([1.5], [1.5])
 
 
 @on_ranks(2)
@@ -272,7 +257,7 @@ def test_a_window_that_is_refused_for_one_of_several_modules(rank):
     refusal = pytest.raises(OptionError if rank.rank else PeerError)
     with refusal, lockstep.accumulate(a, weight=1), lockstep.accumulate(b, weight=1):
         (a(x_of(rank)) + b(x_of(rank))).sum().backward()
-    assert (grads(a), grads(b)) == ([None, None], [1.5, 1.5])
+    assert (scalars(a), scalars(b)) == ([None, None], [1.5, 1.5])
 
 
 # ------------------------------------------------------------------------------------------ exceptions leave its blocks
@@ -292,7 +277,7 @@ def test_a_block_that_fails_before_its_backward_does_not_count(rank, last, first
         with pytest.raises(RuntimeError), lockstep.accumulate(model, last=last, weight=100):
             model(torch.ones(3, 3).double())
     backward(model, x_of(rank), weight=1)
-    assert grads(model) == [1.5, 1.5]
+    assert scalars(model) == [1.5, 1.5]
 
 
 @on_ranks(2)
@@ -303,7 +288,7 @@ def test_a_block_that_fails_before_any_backward_leaves_no_window(rank):
         raise KeyError
     for _ in range(2):
         model(x_of(rank)).sum().backward()  # without a weight, on top of the gradients that are there
-    assert grads(model) == [4.5, 4.5]
+    assert scalars(model) == [4.5, 4.5]
 
 
 def after_a_backward(model, x):
@@ -322,22 +307,26 @@ def in_a_backward_within(model, x):
 
 @pytest.mark.parametrize("how", [after_a_backward, in_a_backward, in_a_backward_within], ids=lambda how: how.__name__)
 @pytest.mark.parametrize("blocks", [0, 1])
-def test_what_has_accumulated_in_a_block_that_fails_is_given_up_on_all_ranks(how, blocks):
-    def call(rank):
-        model = net(rank)
-        for _ in range(blocks):
-            backward(model, x_of(rank), weight=1, last=False)
-        try:
-            with lockstep.accumulate(model, last=False, weight=1):
-                if rank.rank:
-                    how(model, x_of(rank))
-                else:
-                    backward(model, x_of(rank))
-        except KeyError:
-            pass
-        return refused(backward, model, x_of(rank), weight=1), *next_batch(rank, model)
-
-    check_refused_by([1], run_ranks(2, call), "gradients that have accumulated with a weight are not complete")
+@on_ranks(2)
+def test_what_has_accumulated_in_a_block_that_fails_is_given_up_on_all_ranks(rank, how, blocks):
+    model = net(rank)
+    for _ in range(blocks):
+        backward(model, x_of(rank), weight=1, last=False)
+    try:
+        with lockstep.accumulate(model, last=False, weight=1):
+            if rank.rank:
+                how(model, x_of(rank))
+            else:
+                backward(model, x_of(rank))
+    except KeyError:
+        pass
+    check_refused_by(
+        [1],
+        rank,
+        model,
+        refused(backward, model, x_of(rank), weight=1),
+        "gradients that have accumulated with a weight are not complete",
+    )
 
 
 @pytest.mark.parametrize("how", [after_a_backward, in_a_backward], ids=lambda how: how.__name__)
@@ -375,7 +364,7 @@ def test_a_step_after_one_that_was_left_out_is_not_left_out(rank):
                 (after_a_backward if rank.rank and (step, number) == (0, 0) else backward)(model, x_of(rank))
             if lockstep.loop.skipped(model):
                 break
-        found.append(grads(model))
+        found.append(scalars(model))
     assert found == [[None, None], [1.5, 1.5], [1.5, 1.5]]
 
 
@@ -413,31 +402,25 @@ def lora(rank, clear, cap=None):
     return model
 
 
-def of_first_order(rank, clear, part, cap):
-    model, seen = lora(rank, clear, cap), []
-    for used in (
-        ["lora", "other"],
-        ["a", "other"],
-        ["empty", "other"],
-        ["empty", "empty", "a", "other"],
-        ["a", "lora"],
+@clears
+@parts
+@pytest.mark.parametrize("cap", [None, 1.6e-5], ids=["one bucket", "several"])
+@on_ranks(2)
+def test_a_gradient_that_is_zero_or_has_no_elements_has_a_weight(rank, clear, part, cap):
+    model, half = lora(rank, clear, cap), 3 / 40
+    for used, expected in (
+        (["lora", "other"], [0, half, half]),
+        (["a", "other"], [0, 0, half]),
+        (["empty", "other"], [0, 0, half]),
+        (["empty", "empty", "a", "other"], [0, 0, 3 / 80]),
+        (["a", "lora"], [0, half, 0]),
     ):
         for number, each in enumerate(used):
             with lockstep.accumulate(model, last=number == len(used) - 1, weight=10):
                 (model.forward(each, rank.rank + 1.0) if part else model(each, rank.rank + 1.0)).backward()
-        seen.append([0.0 if p.grad is None else p.grad[0].item() for p in (model.a, model.b, model.other)])
+        found = [0.0 if p.grad is None else p.grad[0].item() for p in (model.a, model.b, model.other)]
+        assert found == pytest.approx(expected)
         clear(model)
-    return seen
-
-
-@clears
-@parts
-@pytest.mark.parametrize("cap", [None, 1.6e-5], ids=["one bucket", "several"])
-def test_a_gradient_that_is_zero_or_has_no_elements_has_a_weight(clear, part, cap):
-    half, quarter = 3 / 40, 3 / 80
-    expected = [[0, half, half], [0, 0, half], [0, 0, half], [0, 0, quarter], [0, half, 0]]
-    for result in run_ranks(2, of_first_order, clear, part, cap):
-        assert result == [[pytest.approx(value) for value in each] for each in expected]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -450,7 +433,7 @@ def test_with_create_graph_which_sets_another_tensor(rank, count, part):
     for last in (False, False, True):
         with lockstep.accumulate(model, last=last, weight=1):
             (Net.forward(model, x_of(rank)) if part else model(x_of(rank))).sum().backward(create_graph=True)
-    assert grads(model) == [(3 + 6) / 6] * count
+    assert scalars(model) == [(3 + 6) / 6] * count
 
 
 @on_ranks(2)
@@ -464,7 +447,7 @@ def test_a_backward_in_another_thread_than_the_block(rank):
                 thread = threading.Thread(target=loss.backward)
                 thread.start()
                 thread.join()
-        seen.append(grads(model))
+        seen.append(scalars(model))
     assert seen == [[1.5, 1.5]] * 2
 
 
@@ -484,11 +467,8 @@ def test_a_batch_that_counts_nothing_has_no_weight(rank, clear):
         if number < 2:
             with lockstep.accumulate(model, weight=5):
                 model.forward("other", rank.rank + 1.0).backward()
-    assert [0.0 if p.grad is None else p.grad[0].item() for p in (model.a, model.b, model.other)] == [
-        0.0,
-        0.0,
-        pytest.approx(2 / 10),
-    ]
+    found = [0.0 if p.grad is None else p.grad[0].item() for p in (model.a, model.b, model.other)]
+    assert found == [0.0, 0.0, pytest.approx(2 / 10)]
 
 
 @parts
@@ -499,13 +479,13 @@ def test_what_has_accumulated_before_a_rank_runs_out_has_its_weight(rank, clear,
     model, seen = net(rank), []
     for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
         backward(model, x_of(rank), weight=1, last=number == 2, part=part)
-    seen.append(grads(model))
+    seen.append(scalars(model))
     clear(model)
     for _ in lockstep.batches([0], model):
         for _ in lockstep.batches([0] * (1 + rank.rank), model):
             backward(model, x_of(rank), weight=1, last=False, part=part)
         backward(model, x_of(rank), weight=1, part=part)
-    assert [*seen, grads(model)] == [[7 / 4] * 2, [8 / 5] * 2]
+    assert [*seen, scalars(model)] == [[7 / 4] * 2, [8 / 5] * 2]
 
 
 @on_ranks(2)
@@ -518,7 +498,7 @@ def test_a_backward_that_fails_in_a_batch_that_counts_nothing_is_nobodys(rank):
                     in_a_backward(model, x_of(rank))
             else:
                 model(x_of(rank)).sum().backward()
-    assert grads(model) == [7 / 4] * 2
+    assert scalars(model) == [7 / 4] * 2
 
 
 @pytest.mark.parametrize("how", ["none", "zero", "module"])
@@ -532,48 +512,44 @@ def test_what_is_given_up_without_a_weight_in_a_batch_that_counts_nothing_does_n
         elif number:
             optimizer.zero_grad(set_to_none=how == "none")
         backward(model, x_of(rank), last=bool(number))
-    assert grads(model) == [2.0, 2.0]
+    assert scalars(model) == [2.0, 2.0]
 
 
 @clears
-def test_gradients_given_up_in_a_batch_that_counts_nothing_are_an_error(clear):
-    def call(rank):
-        model = net(rank)
-        for number, _ in enumerate(lockstep.batches([0] * (1 + rank.rank), model)):
-            if number == 0:
-                backward(model, x_of(rank), weight=1, last=False)
-            else:
-                if rank.rank == 0:
-                    clear(model)
-                error = refused(backward, model, x_of(rank), weight=1)
-        return error, *next_batch(rank, model)
-
-    check_refused_by([0], run_ranks(2, call), CHANGED)
+@on_ranks(2)
+def test_gradients_given_up_in_a_batch_that_counts_nothing_are_an_error(rank, clear):
+    model = net(rank)
+    for number, _ in enumerate(lockstep.batches([0] * (1 + rank.rank), model)):
+        if number == 0:
+            backward(model, x_of(rank), weight=1, last=False)
+        else:
+            if rank.rank == 0:
+                clear(model)
+            error = refused(backward, model, x_of(rank), weight=1)
+    check_refused_by([0], rank, model, error, CHANGED)
 
 
 @parts
 @pytest.mark.parametrize("weight", [None, 1])
 @pytest.mark.parametrize("piles", [False, True])
-def test_a_module_that_changes_in_a_batch_that_counts_nothing_is_an_error(part, weight, piles):
+@on_ranks(2)
+def test_a_module_that_changes_in_a_batch_that_counts_nothing_is_an_error(rank, part, weight, piles):
     """Rank 0 has run out, and the others may go on, so they hear of it."""
 
-    def call(rank):
-        model, error = net(rank), None
-        for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
-            if number == 1:
-                model.layers[1] = Net(1).layers[0]
-                if piles:
-                    backward(model, x_of(rank), last=False, part=part)
-            if number == 1 + piles:
-                error = refused(backward, model, x_of(rank), weight=None if piles else weight, part=part)
-            else:
-                backward(model, x_of(rank), last=number != 1, part=part)
-                model.zero_grad()
-        model.zero_grad()
-        return error, *next_batch(rank, model)
-
     message = "parameter layers.1.weight was put into the module or taken out of it within a window"
-    check_refused_by([0], run_ranks(2, call), message)
+    model, error = net(rank), None
+    for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
+        if number == 1:
+            model.layers[1] = Net(1).layers[0]
+            if piles:
+                backward(model, x_of(rank), last=False, part=part)
+        if number == 1 + piles:
+            error = refused(backward, model, x_of(rank), weight=None if piles else weight, part=part)
+        else:
+            backward(model, x_of(rank), last=number != 1, part=part)
+            model.zero_grad()
+    model.zero_grad()
+    check_refused_by([0], rank, model, error, message)
 
 
 # ----------------------------------------------------------------------------------------------- modules that change
@@ -590,71 +566,62 @@ def test_a_module_that_has_changed_before_the_first_block(rank, all_new, count, 
             model.layers[index] = Net(1).layers[0]
         for number in range(count):
             backward(model, x_of(rank), 2 * rank.rank + 1.0, number == count - 1, part)
-        seen.append(grads(model))
+        seen.append(scalars(model))
         model.zero_grad()
     assert seen == [[3 / 4] * 2] * 2
 
 
-def test_a_new_parameter_with_a_gradient_is_none_to_begin_with():
-    def call(rank):
-        model = net(rank)
-        model.layers[1] = Net(1).layers[0]
-        model.layers[1].weight.grad = torch.ones(1, 1, dtype=torch.float64)
-        error = refused(backward, model, x_of(rank), weight=1)
-        return error, *next_batch(rank, model)
-
+@on_ranks(2)
+def test_a_new_parameter_with_a_gradient_is_none_to_begin_with(rank):
     message = "parameter layers.1.weight had a gradient when the first block of accumulate(weight=...)"
-    check_refused_by([0, 1], run_ranks(2, call), message)
+    model = net(rank)
+    model.layers[1] = Net(1).layers[0]
+    model.layers[1].weight.grad = torch.ones(1, 1, dtype=torch.float64)
+    error = refused(backward, model, x_of(rank), weight=1)
+    check_refused_by([0, 1], rank, model, error, message)
 
 
 @parts
 @pytest.mark.parametrize("how", ["replaced", "and put back", "in the last block"])
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_module_that_changes_between_blocks_is_an_error(how, alone, part):
+@on_ranks(2)
+def test_a_module_that_changes_between_blocks_is_an_error(rank, how, alone, part):
     def last(rank, model):
         with lockstep.accumulate(model, weight=1):
             if how == "in the last block" and (rank.rank or not alone):
                 model.layers[1] = Net(1).layers[0]
             (Net.forward(model, x_of(rank)) if part else model(x_of(rank))).sum().backward()
 
-    def call(rank):
-        model = net(rank)
-        backward(model, x_of(rank), weight=3, last=False)
-        kept = model.layers[1]
-        if how != "in the last block" and (rank.rank or not alone):
-            model.layers[1] = Net(1).layers[0]
-        backward(model, x_of(rank), weight=3, last=False, part=part)
-        if how == "and put back":
-            model.layers[1] = kept
-        error = refused(last, rank, model)
-        model.layers[1] = kept
-        return error, *next_batch(rank, model)
-
     message = "parameter layers.1.weight was put into the module or taken out of it within a window"
-    check_refused_by([1] if alone else [0, 1], run_ranks(2, call), message)
+    model = net(rank)
+    backward(model, x_of(rank), weight=3, last=False)
+    kept = model.layers[1]
+    if how != "in the last block" and (rank.rank or not alone):
+        model.layers[1] = Net(1).layers[0]
+    backward(model, x_of(rank), weight=3, last=False, part=part)
+    if how == "and put back":
+        model.layers[1] = kept
+    error = refused(last, rank, model)
+    model.layers[1] = kept
+    check_refused_by([1] if alone else [0, 1], rank, model, error, message)
 
 
-def test_a_pass_that_reaches_new_parameters_alone_has_a_weight():
+@on_ranks(2)
+def test_a_pass_that_reaches_new_parameters_alone_has_a_weight(rank):
     """Past the module's forward, and an exception after it."""
-
-    def call(rank):
-        model = net(rank, 2)
-        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-        with lockstep.accumulate(model, last=False, weight=3):
-            model.layers[0](x_of(rank)).sum().backward()
-        with lockstep.accumulate(model, weight=1):
-            model.layers[0](x_of(rank)).sum().backward()
-        first = grads(model)[0]
-        model.zero_grad()
-        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-        with pytest.raises(KeyError), lockstep.accumulate(model, last=False, weight=3):
-            model.layers[0](x_of(rank)).sum().backward()
-            raise KeyError
-        return first, refused(backward, model, x_of(rank), weight=1), *next_batch(rank, model)
-
-    results = run_ranks(2, call)
-    assert [first for first, *_ in results] == [(2 + 4) / 8] * 2
-    check_refused_by([0, 1], [others for _, *others in results], "are not complete")
+    model = net(rank, 2)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with lockstep.accumulate(model, last=False, weight=3):
+        model.layers[0](x_of(rank)).sum().backward()
+    with lockstep.accumulate(model, weight=1):
+        model.layers[0](x_of(rank)).sum().backward()
+    assert scalars(model)[0] == (2 + 4) / 8
+    model.zero_grad()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(KeyError), lockstep.accumulate(model, last=False, weight=3):
+        model.layers[0](x_of(rank)).sum().backward()
+        raise KeyError
+    check_refused_by([0, 1], rank, model, refused(backward, model, x_of(rank), weight=1), "are not complete")
 
 
 # ------------------------------------------------------------------------------------------------------- all together
@@ -729,5 +696,5 @@ def test_any_order_of_things(rank, seed):
                         expected.is_broken = True
                     raise KeyError
             wanted = expected.reduced + expected.piled[rank.rank]
-            for grad in grads(model):
+            for grad in scalars(model):
                 assert (grad or 0.0) == pytest.approx(wanted), f"program {number} of {seed}, after {step}"

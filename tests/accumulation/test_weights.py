@@ -234,11 +234,9 @@ def test_unused_late_sparse_and_large_gradients_are_weighted_too(rank):
         with lockstep.accumulate(model, weight=rank.rank + 1):
             (model.sparse(torch.tensor([rank.rank])).sum() + model.large.sum() + 6 * branch.sum()).backward()
     grads = [None if b.grad is None else b.grad.item() for b in model.branches]
-    assert (model.sparse.weight.grad.to_dense().flatten().tolist(), model.large.grad[-1].item(), grads) == (
-        [third, third, 0, 0],
-        pytest.approx(2 / 3),
-        [None, None, 4.0],
-    )
+    assert model.sparse.weight.grad.to_dense().flatten().tolist() == [third, third, 0, 0]
+    assert model.large.grad[-1].item() == pytest.approx(2 / 3)
+    assert grads == [None, None, 4.0]
 
 
 @on_ranks(2)
@@ -287,10 +285,8 @@ def test_a_micro_batch_without_a_weight_is_an_error_and_training_goes_on(rank, w
     model = one_weight(rank)
     with pytest.raises(OptionError, match="give accumulate\\(\\) a weight in every micro-batch, or in none"):
         weighted(rank, model, [(1.0, weight) for weight in weights])
-    assert (weighted(rank, model, [(6.0, 1), (6.0, 2)]), weighted(rank, model, [(6.0, None), (6.0, None)])) == (
-        4.0,
-        12.0,
-    )
+    assert weighted(rank, model, [(6.0, 1), (6.0, 2)]) == 4.0
+    assert weighted(rank, model, [(6.0, None), (6.0, None)]) == 12.0
 
 
 @on_ranks(2)
