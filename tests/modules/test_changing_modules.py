@@ -17,27 +17,17 @@ from torch.nn.utils import parametrizations, parametrize
 import lockstep
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError
-from programs.ranks import on_ranks
+from programs.ranks import clear, on_ranks, replicated, scalars, scalars_of
+from small_modules import filled, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 
-def linear(value=1.0):
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(layer.weight, value)
-    return layer
+def one_layer():
+    return nn.Sequential(one_weight())
 
 
 def two_layers():
-    return nn.Sequential(linear(), linear())
-
-
-def rows(rank):
-    """The gradient of the only weight of `linear()` is 1 on rank 0, 2 on rank 1: 1.5 as a mean."""
-    return torch.full((1, 1), rank.rank + 1.0)
-
-
-def grads(module):
-    return [None if p.grad is None else p.grad.flatten().tolist() for p in module.parameters()]
+    return nn.Sequential(one_weight(), one_weight())
 
 
 # ------------------------------------------------------------------------------- what programs do to their modules
@@ -48,15 +38,15 @@ def assign_a_checkpoint(net):
 
 
 def replace_a_layer(net):
-    net[1] = linear()
+    net[1] = one_weight()
 
 
 def add_a_layer(net):
-    net.append(linear())
+    net.append(one_weight())
 
 
 def add_a_layer_without_being_told(net):
-    net._modules["2"] = linear()
+    net._modules["2"] = one_weight()
 
 
 def remove_a_layer(net):
@@ -154,33 +144,25 @@ def output(module, x, way):
 
 
 def change_in_training(rank, change, make, way):
-    """Gradients of a replicated module that changes after its first step, beside those of two plain ones."""
+    """Gradients of a replicated module that changes after its first step are the means of those of two plain ones."""
     net = make()
     module = net if way == "wrapped" else lockstep.replicate(net, process_group=rank.group)
     call = lockstep.DistributedDataParallel(net, process_group=rank.group) if way == "wrapped" else module
     plain = [make(), make()]
-    seen = []
     for step in range(4):
         if step == 1:
-            change(module)
-            for each in plain:
+            for each in (module, *plain):
                 change(each)
-        for each in (module, *plain):
-            each.zero_grad()
-        output(call, rows(rank), way).sum().backward()
+        clear(module, *plain)
+        output(call, x_of(rank), way).sum().backward()
         for number, each in enumerate(plain):
             each(torch.full((1, 1), number + 1.0)).sum().backward()
         wanted = [(a.grad + b.grad) / 2 for a, b in zip(*(each.parameters() for each in plain), strict=True)]
-        seen.append([torch.equal(p.grad, grad) for p, grad in zip(module.parameters(), wanted, strict=True)])
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(module.parameters(), wanted, strict=True))
         with torch.no_grad():
             for each in (module, *plain):
                 for p, grad in zip(each.parameters(), wanted, strict=True):
                     p -= 0.25 * grad
-    return seen
-
-
-def all_true(results):
-    return all(flag for seen in results for step in seen for flag in step)
 
 
 @pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
@@ -188,7 +170,7 @@ def all_true(results):
 def test_gradients_are_means_after_a_change_on_all_ranks(change, way):
     if way == "past forward" and change is swap_tensors:
         pytest.skip("nothing is left that has a hook, and nothing of ours is called")
-    assert all_true(run_ranks(2, change_in_training, change, two_layers, way))
+    run_ranks(2, change_in_training, change, two_layers, way)
 
 
 @pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
@@ -196,14 +178,11 @@ def test_a_layer_that_changes_before_it_has_been_used(way):
     """Of the only layer no parameter is left that had a hook, nor the module that had it."""
 
     def replace_and_change(net):
-        net[0] = nn.Sequential(linear())
-        net[0][0] = linear()
+        net[0] = nn.Sequential(one_weight())
+        net[0][0] = one_weight()
         assign_a_checkpoint(net)
 
-    def make():
-        return nn.Sequential(linear())
-
-    assert all_true(run_ranks(2, change_in_training, replace_and_change, make, way))
+    run_ranks(2, change_in_training, replace_and_change, one_layer, way)
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
@@ -211,20 +190,18 @@ def test_a_layer_that_changes_before_it_has_been_used(way):
 @on_ranks(2, "hosts")
 def test_a_replicated_part_that_comes_later_keeps_its_own_parameters(rank, first):
     """Put into a replicated module, before it is replicated or afterwards, it synchronises what is new in it itself."""
-    whole = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
-    part = nn.Sequential(linear())
+    whole = replicated(rank, one_layer)
+    part = nn.Sequential(one_weight())
     if first == "put in":
         whole.append(part)
     lockstep.replicate(part, process_group=rank.group)
     if first == "replicated":
         whole.append(part)
     found = []
-    for change in (lambda: None, lambda: part.append(linear()), lambda: assign_a_checkpoint(part)):
+    for change in (lambda: None, lambda: part.append(one_weight()), lambda: assign_a_checkpoint(part)):
         change()
-        whole.zero_grad()
-        whole(rows(rank)).sum().backward()
-        found.append(grads(whole))
-    assert found == [[[1.5]] * 2, [[1.5]] * 3, [[1.5]] * 3]
+        found.append(scalars_of(whole, loss=whole(x_of(rank)).sum()))
+    assert found == [[1.5] * 2, [1.5] * 3, [1.5] * 3]
 
 
 MOVES = {
@@ -241,10 +218,10 @@ MOVES = {
 @on_ranks(2)
 def test_a_layer_that_moves_between_replicated_modules(rank, first, move, weight, way):
     """It is synchronised by the one that has it, whichever was replicated first, and once: batches have weights."""
-    source, target = two_layers(), nn.Sequential(linear())
+    source, target = two_layers(), nn.Sequential(one_weight())
     for module in (source, target) if first == "source" else (target, source):
         lockstep.replicate(module, process_group=rank.group)
-    (source(rows(rank)) + target(rows(rank))).sum().backward()
+    (source(x_of(rank)) + target(x_of(rank))).sum().backward()
     layer = source[1]
     MOVES[move](source, target, layer)
     found = []
@@ -254,7 +231,7 @@ def test_a_layer_that_moves_between_replicated_modules(rank, first, move, weight
         source.zero_grad()
         target.zero_grad()
         with lockstep.accumulate(source, weight=rank.rank + 3), lockstep.accumulate(target, weight=rank.rank + 3):
-            sum(output(module, rows(rank), way).sum() for module in (source, target)).backward()
+            sum(output(module, x_of(rank), way).sum() for module in (source, target)).backward()
         found.append([p.grad.item() for p in (*source.parameters(), *target.parameters())])
     assert found == [pytest.approx([3 / 7] * 3)] * 3
 
@@ -263,20 +240,20 @@ def test_a_layer_that_moves_between_replicated_modules(rank, first, move, weight
 @on_ranks(2)
 def test_a_layer_that_has_moved_and_changed_is_synchronised_when_it_is_used_alone(rank, move):
     """Its new weight is all that gets a gradient, so nothing else can notice it."""
-    source, target = (lockstep.replicate(nn.Sequential(linear()), process_group=rank.group) for _ in range(2))
+    source, target = (replicated(rank, one_layer) for _ in range(2))
     layer = source[0]
     MOVES[move](source, target, layer)
     layer.weight = nn.Parameter(torch.ones(1, 1))
-    layer(rows(rank)).sum().backward()
-    assert grads(layer) == [[1.5]]
+    layer(x_of(rank)).sum().backward()
+    assert scalars(layer) == [1.5]
 
 
 def test_a_replicated_part_lets_go_of_the_whole_that_it_was_in():
     def work(rank):
-        part = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
-        whole = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
+        part = replicated(rank, one_layer)
+        whole = replicated(rank, one_layer)
         whole.append(part)
-        whole(rows(rank)).sum().backward()
+        whole(x_of(rank)).sum().backward()
         return part, weakref.ref(whole[0].weight)
 
     found = run_ranks(2, work)
@@ -286,15 +263,12 @@ def test_a_replicated_part_lets_go_of_the_whole_that_it_was_in():
 
 @pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
 def test_layers_that_change_places_on_all_ranks(way):
-    def make():
-        return nn.Sequential(linear(1.0), linear(3.0))
-
-    assert all_true(run_ranks(2, change_in_training, reverse_the_layers, make, way))
+    run_ranks(2, change_in_training, reverse_the_layers, lambda: nn.Sequential(one_weight(1.0), one_weight(3.0)), way)
 
 
 @pytest.mark.parametrize("conversion_flag", ["overwrite_module_params", "swap_module_params"], indirect=True)
 def test_conversions_that_make_new_parameters(conversion_flag):
-    assert all_true(run_ranks(2, change_in_training, convert_back_and_forth, two_layers, "replicated"))
+    run_ranks(2, change_in_training, convert_back_and_forth, two_layers, "replicated")
 
 
 def test_weights_that_are_untied():
@@ -303,14 +277,14 @@ def test_weights_that_are_untied():
         net[1].weight = net[0].weight
         return net
 
-    assert all_true(run_ranks(2, change_in_training, untie, make, "replicated"))
+    run_ranks(2, change_in_training, untie, make, "replicated")
 
 
 # ------------------------------------------------------------------------------------------- ranks that differ
 
 # What only the last rank does, and words of the error that every rank raises.
 LONE_CHANGES = {
-    "another layer": (lambda net: net.insert(1, linear()), AgreementError, ["rank 1 has parameter 2.weight"]),
+    "another layer": (lambda net: net.insert(1, one_weight()), AgreementError, ["rank 1 has parameter 2.weight"]),
     "a layer less": (remove_a_layer, AgreementError, ["rank 0 has parameter 1.weight", "rank 1 has no such thing"]),
     "another shape": (
         lambda net: net.__setitem__(0, nn.Linear(1, 2, bias=False)),
@@ -347,73 +321,52 @@ LONE_CHANGES = {
 @pytest.mark.parametrize(("change", "kind", "words"), LONE_CHANGES.values(), ids=LONE_CHANGES)
 def test_a_change_on_one_rank_is_an_error_on_every_rank_until_it_is_undone(change, kind, words, hosts):
     def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        net(rows(rank)).sum().backward()
+        net = replicated(rank, two_layers)
+        net(x_of(rank)).sum().backward()
         before = list(net)
-        messages = []
         if rank.rank == 1:
             change(net)
+        messages = []
         for _ in range(2):
             net.zero_grad()
             with pytest.raises(kind) as caught:
-                for layer in before[:1]:
-                    layer(rows(rank)).sum().backward()
+                before[0](x_of(rank)).sum().backward()
             messages.append(str(caught.value))
-        if rank.rank == 1:
-            while len(net):
-                del net[0]
-            net.extend(before)
-            before[1].weight = before[1].weight if change is not tie else nn.Parameter(torch.ones(1, 1))
         return messages
 
-    first, second = run_ranks(2, call, hosts=hosts)
-    assert first == second
-    assert len(set(first)) == 1
-    for word in words:
-        assert word in first[0]
+    (message,) = {message for messages in run_ranks(2, call, hosts=hosts) for message in messages}
+    assert all(word in message for word in words), message
 
 
 @on_ranks(2)
 def test_ranks_go_on_when_a_lone_change_has_been_undone(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net = replicated(rank, two_layers)
     if rank.rank == 1:
-        net.append(linear())
+        net.append(one_weight())
     with pytest.raises(AgreementError, match=r"rank 1 has parameter 2\.weight"):
-        net(rows(rank)).sum().backward()
+        net(x_of(rank)).sum().backward()
     if rank.rank == 1:
         del net[2]
-    net.zero_grad()
-    net(rows(rank)).sum().backward()
-    assert grads(net) == [[1.5], [1.5]]
+    assert scalars_of(net, loss=net(x_of(rank)).sum()) == [1.5, 1.5]
 
 
-def test_a_new_parameter_with_other_values_on_some_rank_is_an_error_on_every_rank():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        net[1] = linear(1.0 + rank.rank)
-        with pytest.raises(OutOfSyncError) as caught:
-            net(rows(rank)).sum().backward()
-        with torch.no_grad():
-            net[1].weight.fill_(1)
-        net.zero_grad()
-        net(rows(rank)).sum().backward()
-        return str(caught.value), grads(net)
-
-    first, second = run_ranks(2, call)
-    assert first == second
-    assert "parameter 1.weight was put into the module after" in first[0]
-    assert "other values on rank 1 than on rank 0" in first[0]
-    assert first[1] == [[1.5], [1.5]]
+@on_ranks(2)
+def test_a_new_parameter_with_other_values_on_some_rank_is_an_error_on_every_rank(rank):
+    net = replicated(rank, two_layers)
+    net[1] = one_weight(1.0 + rank.rank)
+    words = r"parameter 1\.weight was put into the module after .*other values on rank 1 than on rank 0"
+    with pytest.raises(OutOfSyncError, match=words):
+        net(x_of(rank)).sum().backward()
+    filled(net[1])
+    assert scalars_of(net, loss=net(x_of(rank)).sum()) == [1.5, 1.5]
 
 
 @on_ranks(2)
 def test_values_that_differ_are_not_compared_without_init_sync(rank):
     net = lockstep.replicate(two_layers(), process_group=rank.group, init_sync=False)
-    net(rows(rank)).sum().backward()
-    net[1] = linear(rank.rank + 1.0)
-    net.zero_grad()
-    net(rows(rank)).sum().backward()
-    assert grads(net)[1] == [1.5]
+    net(x_of(rank)).sum().backward()
+    net[1] = one_weight(rank.rank + 1.0)
+    assert scalars_of(net, loss=net(x_of(rank)).sum())[1] == 1.5
 
 
 # ------------------------------------------------------------------------------------------- all around
@@ -421,38 +374,38 @@ def test_values_that_differ_are_not_compared_without_init_sync(rank):
 
 @on_ranks(2)
 def test_hooks_of_a_new_parameter_see_the_mean(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
-    net(rows(rank)).sum().backward()
-    net[1] = linear()
+    net = replicated(rank, two_layers)
+    net(x_of(rank)).sum().backward()
+    net[1] = one_weight()
     seen = []
     for _ in range(2):
         net.zero_grad()
         if not seen:
             net[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
-        net(rows(rank)).sum().backward()
+        net(x_of(rank)).sum().backward()
     assert seen == [1.5, 1.5]
 
 
 @on_ranks(2)
 def test_hooks_of_a_parameter_that_was_removed_go_on(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net = replicated(rank, two_layers)
     layer, seen = net[1], []
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
     del net[1]
-    net(rows(rank)).sum().backward()
-    layer(rows(rank)).sum().backward()
-    assert seen == [[1.0], [2.0]][rank.rank]
+    net(x_of(rank)).sum().backward()
+    layer(x_of(rank)).sum().backward()
+    assert seen == [rank.rank + 1.0]
 
 
 @on_ranks(2)
 def test_gradients_that_have_piled_up_count_when_a_parameter_is_added_meanwhile(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net = replicated(rank, two_layers)
     with net.no_sync():
-        net(rows(rank)).sum().backward()
-        net.append(linear())
-        net(rows(rank)).sum().backward()
-    net(rows(rank)).sum().backward()
-    assert grads(net) == [[4.5], [4.5], [3.0]]
+        net(x_of(rank)).sum().backward()
+        net.append(one_weight())
+        net(x_of(rank)).sum().backward()
+    net(x_of(rank)).sum().backward()
+    assert scalars(net) == [4.5, 4.5, 3.0]
 
 
 @on_ranks(2)
@@ -460,20 +413,16 @@ def test_a_new_parameter_that_only_one_rank_uses(rank):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first = linear()
+            self.first = one_weight()
             self.second = None
 
         def forward(self, x, more):
             return self.second(self.first(x)) if more else self.first(x)
 
     net = lockstep.replicate(Net(), process_group=rank.group)
-    net.second = linear()
-    seen = []
-    for more in (rank.rank == 1, False):
-        net.zero_grad()
-        net(rows(rank), more).sum().backward()
-        seen.append(grads(net))
-    assert seen == [[[1.5], [1.0]], [[1.5], None]]
+    net.second = one_weight()
+    seen = [scalars_of(net, loss=net(x_of(rank), more).sum()) for more in (rank.rank == 1, False)]
+    assert seen == [[1.5, 1.0], [1.5, None]]
 
 
 @on_ranks(2)
@@ -481,36 +430,36 @@ def test_a_layer_made_in_the_first_forward(rank):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first = linear()
+            self.first = one_weight()
 
         def forward(self, x):
             if not hasattr(self, "second"):
-                self.second = linear()
+                self.second = one_weight()
             return self.second(self.first(x))
 
     net = lockstep.replicate(Net(), process_group=rank.group)
-    net(rows(rank)).sum().backward()
-    assert grads(net) == [[1.5], [1.5]]
+    net(x_of(rank)).sum().backward()
+    assert scalars(net) == [1.5, 1.5]
 
 
 @on_ranks(2)
 def test_another_dtype_of_a_new_parameter(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
-    net[1] = linear().double()
-    net[1](net[0](rows(rank)).double()).sum().backward()
-    assert (grads(net), net[1].weight.grad.dtype) == ([[1.5], [1.5]], torch.float64)
+    net = replicated(rank, two_layers)
+    net[1] = one_weight().double()
+    net[1](net[0](x_of(rank)).double()).sum().backward()
+    assert (scalars(net), net[1].weight.grad.dtype) == ([1.5, 1.5], torch.float64)
 
 
 @on_ranks(2)
 def test_parameters_lent_by_functional_call_are_no_change(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
-    net(rows(rank)).sum().backward()
+    net = replicated(rank, two_layers)
+    net(x_of(rank)).sum().backward()
     net.zero_grad()
     lent = {name: (2 * p.detach()).requires_grad_() for name, p in net.named_parameters()}
     with count_collectives(rank) as sent:
-        functional_call(net, lent, (rows(rank),)).sum().backward()
+        functional_call(net, lent, (x_of(rank),)).sum().backward()
     n = (1, 2)[rank.rank]
-    assert (len(sent), grads(net), [lent[name].grad.item() for name in lent]) == (0, [None, None], [2.0 * n, 2.0 * n])
+    assert (len(sent), scalars(net), [lent[name].grad.item() for name in lent]) == (0, [None, None], [2.0 * n, 2.0 * n])
 
 
 @pytest.mark.parametrize("puts_back", [True, False])
@@ -518,11 +467,11 @@ def test_parameters_that_an_inner_step_replaces(puts_back):
     """As meta-learning does: gradients go through the inner step to the module's own parameters."""
 
     def call(rank):
-        net = lockstep.replicate(linear(), process_group=rank.group)
+        net = replicated(rank)
         own = net.weight
-        (grad,) = torch.autograd.grad(net(rows(rank)).square().sum(), own, create_graph=True)
+        (grad,) = torch.autograd.grad(net(x_of(rank)).square().sum(), own, create_graph=True)
         net._parameters["weight"] = own - 0.1 * grad
-        loss = net(rows(rank)).square().sum()
+        loss = net(x_of(rank)).square().sum()
         if puts_back:
             net._parameters["weight"] = own
             loss.backward()
@@ -540,28 +489,24 @@ def test_parameters_that_an_inner_step_replaces(puts_back):
 @pytest.mark.parametrize("weight", [None, 1.0])
 @on_ranks(2)
 def test_a_parameter_that_was_in_the_module_for_a_moment(rank, weight):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
-    layer = linear()
+    net = replicated(rank, two_layers)
+    layer = one_weight()
     net.append(layer)
     del net[2]
     with count_collectives(rank) as sent, lockstep.accumulate(net, weight=weight):
-        layer(rows(rank)).sum().backward()
+        layer(x_of(rank)).sum().backward()
     assert (len(sent), layer.weight.grad.item()) == [(0, 1.0), (0, 2.0)][rank.rank]
 
 
-def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change():
-    def call(rank):
-        net = lockstep.replicate(two_layers(), process_group=rank.group)
-        counts = []
-        for step in range(7):
-            if step == 4:
-                assign_a_checkpoint(net)
-            with count_collectives(rank) as sent:
-                net(rows(rank)).sum().backward()
-            counts.append(len(sent))
-        return counts
-
-    counts = run_ranks(2, call)[0]
+@on_ranks(2)
+def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change(rank):
+    net, counts = replicated(rank, two_layers), []
+    for step in range(7):
+        if step == 4:
+            assign_a_checkpoint(net)
+        with count_collectives(rank) as sent:
+            net(x_of(rank)).sum().backward()
+        counts.append(len(sent))
     assert counts[2:4] == [1, 1]
     assert counts[4] > 1
     assert counts[6] == 1
@@ -577,19 +522,19 @@ def test_the_earlier_wrapper_of_a_module_with_other_weights_is_replaced(rank):
     module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
     second = lockstep.DistributedDataParallel(module, process_group=rank.group)
     assert len(list(scheduler_of(rank.group).modules)) == 1
-    second(rows(rank)).sum().backward()
+    second(x_of(rank)).sum().backward()
     with pytest.raises(NotReplicableError, match="replicated or wrapped once more"), first.no_sync():
         pass
-    assert grads(module) == [[1.5], [1.5]]
+    assert scalars(module) == [1.5, 1.5]
 
 
 @on_ranks(2)
 def test_a_module_is_synchronised_and_watched_when_its_wrapper_is_dropped(rank):
     net = lockstep.DistributedDataParallel(two_layers(), process_group=rank.group).module
     gc.collect()
-    net[1] = linear()
-    net(rows(rank)).sum().backward()
-    assert grads(net) == [[1.5], [1.5]]
+    net[1] = one_weight()
+    net(x_of(rank)).sum().backward()
+    assert scalars(net) == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["replicated", "wrapped"])
@@ -601,12 +546,12 @@ def test_a_part_that_has_outlived_its_module_raises_until_it_is_replicated_itsel
     del whole
     gc.collect()
     with pytest.raises(NotReplicableError, match=r"parameter 0\.weight got a gradient, but the module that was"):
-        part(rows(rank)).sum().backward()
+        part(x_of(rank)).sum().backward()
     part.zero_grad()
     alone, together = copy.deepcopy(part), lockstep.replicate(part, process_group=rank.group)
     for each in (alone, together):
-        each(rows(rank)).sum().backward()
-    assert grads(alone) + grads(together) == [[[1.0], [1.5]], [[2.0], [1.5]]][rank.rank]
+        each(x_of(rank)).sum().backward()
+    assert scalars(alone) + scalars(together) == [[1.0, 1.5], [2.0, 1.5]][rank.rank]
 
 
 @on_ranks(2)
@@ -618,7 +563,7 @@ def test_a_part_of_a_module_that_a_wrapper_has_lost_raises_on_all_ranks(rank):
         wrapper.module, net = None, net[0]
     gc.collect()
     with pytest.raises(AgreementError, match=r"rank 1.*the module that was replicated does not exist any more"):
-        net(rows(rank)).sum().backward()
+        net(x_of(rank)).sum().backward()
 
 
 # ------------------------------------------------------------------------------------------- replicated once more
@@ -640,18 +585,14 @@ def test_the_last_replication_replaces_the_first(rank, first, second, inside):
     earlier = first(net, process_group=rank.group)
     later = second(net if inside else earlier, process_group=rank.group)
     with later.no_sync():
-        later(rows(rank)).sum().backward()
-    local = grads(net)
+        later(x_of(rank)).sum().backward()
+    local = scalars(net)
     with count_collectives(rank) as sent:
-        later(rows(rank)).sum().backward()
+        later(x_of(rank)).sum().backward()
     with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
         earlier.no_sync().__enter__() if later is not earlier else first.no_sync(earlier).__enter__()
-    n = (1.0, 2.0)[rank.rank]
-    assert (local[0], grads(net), {each.name for each in sent} <= {"all_reduce", "broadcast", "all_gather"}) == (
-        [n],
-        [[3.0], [3.0]],
-        True,
-    )
+    assert (local[0], scalars(net)) == (rank.rank + 1.0, [3.0, 3.0])
+    assert {each.name for each in sent} <= {"all_reduce", "broadcast", "all_gather"}
 
 
 @on_ranks(2)
@@ -659,59 +600,54 @@ def test_what_an_earlier_replication_has_lost_does_not_keep_it(rank):
     """Its layer is replaced before the module is wrapped again; then both ranks use another part of what is new."""
     net = two_layers()
     earlier = lockstep.DistributedDataParallel(net, process_group=rank.group)
-    net[1] = linear()
+    net[1] = one_weight()
     lockstep.DistributedDataParallel(net, process_group=rank.group)
     with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
         earlier.no_sync().__enter__()
     with pytest.raises(NotReplicableError, match=r"register_comm_hook\(\).* once more"):
         earlier.register_comm_hook(None, default_hooks.allreduce_hook)
-    net.append(linear())
-    net[2 * rank.rank](rows(rank)).sum().backward()
-    assert grads(net) == [[0.5], None, [1.0]]
+    net.append(one_weight())
+    net[2 * rank.rank](x_of(rank)).sum().backward()
+    assert scalars(net) == [0.5, None, 1.0]
 
 
 @on_ranks(2)
 def test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net = replicated(rank, two_layers)
     net.forward = net[0].forward
     net.register_buffer("new", torch.full((1,), float(rank.rank)))
-    (net(rows(rank)) + net[1](rows(rank))).sum().backward()  # what was called last is gone through first
+    (net(x_of(rank)) + net[1](x_of(rank))).sum().backward()  # what was called last is gone through first
     assert net.new.item() == 0.0
 
 
 @on_ranks(2)
 def test_a_list_of_modules_is_still_watched_when_one_has_been_deleted(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
-    net.append(linear())
+    net = replicated(rank, two_layers)
+    net.append(one_weight())
     del net[-1]
-    net[1] = linear()
-    net(rows(rank)).sum().backward()
-    assert grads(net) == [[1.5], [1.5]]
+    net[1] = one_weight()
+    net(x_of(rank)).sum().backward()
+    assert scalars(net) == [1.5, 1.5]
 
 
 @on_ranks(2)
 def test_a_new_layer_and_one_that_is_used_for_the_first_time_have_their_own_gradients(rank):
     """A new layer where one was that has not been used so far, and that is used again now."""
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net = replicated(rank, two_layers)
     for _ in range(2):
-        net[0](rows(rank)).sum().backward()
-    net.insert(1, linear())
+        net[0](x_of(rank)).sum().backward()
+    net.insert(1, one_weight())
     net.zero_grad()
-    sum(number * layer(rows(rank)).sum() for number, layer in enumerate(net, 1)).backward()
-    assert grads(net) == [[1.5], [3.0], [4.5]]
+    sum(number * layer(x_of(rank)).sum() for number, layer in enumerate(net, 1)).backward()
+    assert scalars(net) == [1.5, 3.0, 4.5]
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @on_ranks(2, "hosts")
 def test_a_layer_that_one_rank_has_frozen_when_another_is_replaced(rank):
     """A layer that one rank has frozen, when another is replaced: plans begin with what is trained."""
-    net = lockstep.replicate(two_layers(), process_group=rank.group)
-    net(rows(rank)).sum().backward()
+    net = replicated(rank, two_layers)
+    net(x_of(rank)).sum().backward()
     net[1].requires_grad_(rank.rank == 0)
-    net[0] = linear()
-    seen = []
-    for _ in range(3):
-        net.zero_grad()
-        net(rows(rank)).sum().backward()
-        seen.append(grads(net))
-    assert seen == [[[1.5], [0.5]]] * 3
+    net[0] = one_weight()
+    assert [scalars_of(net, loss=net(x_of(rank)).sum()) for _ in range(3)] == [[1.5, 0.5]] * 3

@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 from ddp_reference import failure, scalars
 from lockstep.errors import CommunicationError, NotReplicableError
-from processes import run_processes
+from processes import on_processes, run_processes
 
 
 class Network(nn.Module):
@@ -84,7 +84,8 @@ def test_from_the_meta_device():
     torch.testing.assert_close(seen_by_other, own, rtol=0, atol=0)
 
 
-def load(rank):
+@on_processes(2)
+def test_a_checkpoint_assigned_to_the_meta_device(rank):
     """Weights assigned into a module on the meta device are the parameters from then on."""
     with torch.device("meta"):
         model = lockstep.replicate(Network())
@@ -92,13 +93,9 @@ def load(rank):
     train(rank, model)
     with torch.device("meta"):
         without_values = Network()
-    return failure(lambda: lockstep.DistributedDataParallel(without_values))
-
-
-def test_a_checkpoint_assigned_to_the_meta_device():
-    for kinds, message in run_processes(2, load):
-        assert "RuntimeError" in kinds
-        assert "meta device" in message
+    kinds, message = failure(lambda: lockstep.DistributedDataParallel(without_values))
+    assert "RuntimeError" in kinds
+    assert "meta device" in message
 
 
 # -------------------------------------------------------------------------------- before the group
@@ -157,7 +154,8 @@ def lazy(first=None):
     return nn.Sequential(first or nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 1))
 
 
-def initialise(rank):
+@on_processes(2)
+def test_lazy_modules_take_their_shapes_from_a_forward_without_gradients(rank):
     torch.manual_seed(rank.rank)
     model = lockstep.replicate(lazy())
     with pytest.raises(NotReplicableError, match=r"0\.weight is not initialised\..*Run a dummy forward pass"):
@@ -179,13 +177,9 @@ def initialise(rank):
     ignored = lazy()
     lockstep.replicate(ignored, ignored_modules=[ignored[0], ignored[1]])
     assert lockstep.replicate.state(ignored).ready
-    return failure(lambda: lockstep.DistributedDataParallel(lazy()))
-
-
-def test_lazy_modules_take_their_shapes_from_a_forward_without_gradients():
-    for kinds, message in run_processes(2, initialise):
-        assert "RuntimeError" in kinds
-        assert "Modules with uninitialized parameters" in message
+    kinds, message = failure(lambda: lockstep.DistributedDataParallel(lazy()))
+    assert "RuntimeError" in kinds
+    assert "Modules with uninitialized parameters" in message
 
 
 # -------------------------------------------------------------------------------- state and device
@@ -203,8 +197,10 @@ class Record(nn.Module):
         return (x * self.weight + pair["tensor"]).sum()
 
 
-def look(rank):
+@on_processes(2)
+def test_state_and_device_id(rank):
     """The state, before and after getting ready, with each kind of `device_id`."""
+    wanted = {"none": (None, False), "cpu": (None, False), "index": ([0], False), "device": ([1], False)}
     seen = {}
     for name, options in {
         "none": {},
@@ -231,9 +227,4 @@ def look(rank):
     assert "RuntimeError" in refused[0]
     assert "Expected device_id to be int or torch.device" in refused[1]
     assert lockstep.replicate.state(Record()) is None
-    return seen
-
-
-def test_state_and_device_id():
-    wanted = {"none": (None, False), "cpu": (None, False), "index": ([0], False), "device": ([1], False)}
-    assert run_processes(2, look) == [{**wanted, "after": (None, True, True, [3.0])}] * 2
+    assert seen == {**wanted, "after": (None, True, True, [3.0])}

@@ -11,7 +11,6 @@ from lockstep._base.inner_tensors import as_bytes, inner_tensors
 from lockstep.errors import AgreementError, LockstepError, NotReplicableError
 from programs.ranks import on_ranks
 from tensor_classes import DTYPES, Marked, Opaque, Packed, Quantised, State
-from threaded import run_ranks
 
 GROUPS = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 
@@ -66,26 +65,23 @@ def test_frozen_parameters_and_buffers_of_every_dtype_are_rank_0s(rank):
 @GROUPS
 @pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
 @pytest.mark.parametrize("elements", [6, 100_000], ids=["packed", "large"])
-def test_buffers_of_every_dtype_follow_their_policy(hosts, policy, elements):
-    def call(rank):
-        net = Holder([], [filled(dtype, 60, elements) for dtype in DTYPES])
-        lockstep.replicate(net, process_group=rank.group, buffer_policy=policy)
-        for buffer in net.buffers():
-            inner_tensors(buffer)[0].view(torch.uint8).fill_(rank.rank)
-        net(torch.ones(1, 2)).sum().backward()
-        if policy != "local":
-            lockstep.check_in_sync(net)
-        return {dtype: set(bytes_of(each).tolist()) for dtype, each in zip(DTYPES, net.buffers(), strict=True)}
-
-    found = run_ranks(2, call, hosts=hosts)
+@on_ranks(2, "hosts")
+def test_buffers_of_every_dtype_follow_their_policy(rank, policy, elements):
+    net = Holder([], [filled(dtype, 60, elements) for dtype in DTYPES])
+    lockstep.replicate(net, process_group=rank.group, buffer_policy=policy)
+    for buffer in net.buffers():
+        inner_tensors(buffer)[0].view(torch.uint8).fill_(rank.rank)
+    net(torch.ones(1, 2)).sum().backward()
+    if policy != "local":
+        lockstep.check_in_sync(net)
     averaged = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-    for dtype in DTYPES:
-        if policy == "local":
-            assert [each[dtype] for each in found] == [{0}, {1}]
-        elif policy == "rank0" or dtype not in averaged:
-            assert [each[dtype] for each in found] == [{0}, {0}]
+    for dtype, buffer in zip(DTYPES, net.buffers(), strict=True):
+        found = bytes_of(buffer)
+        assert policy == "local" or rank.all_equal(found)
+        if policy == "mean" and dtype in averaged:
+            assert set(found.tolist()) != {0}
         else:
-            assert found[0][dtype] == found[1][dtype] != {0}
+            assert set(found.tolist()) == {rank.rank if policy == "local" else 0}
 
 
 @GROUPS

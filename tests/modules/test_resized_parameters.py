@@ -11,7 +11,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import AgreementError, LockstepError
 from programs.ranks import on_ranks
-from threaded import count_collectives, run_ranks
+from threaded import count_collectives
 
 GROUPS = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 LARGE = 1 << 18
@@ -96,31 +96,29 @@ def test_a_resized_parameter_that_only_one_rank_uses(rank, used):
 @GROUPS
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("change", [grow, set_in_place, to_double], ids=lambda each: each.__name__)
-def test_a_change_on_one_rank_is_an_error_by_name_until_it_is_undone(change, used, hosts):
-    def call(rank):
-        net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
-        net(1.0).backward()
-        kept = [p.data for p in net.parameters()]
-        if rank.rank == 1:
-            change(net)
-        messages = set()
-        for _ in range(2):
-            net.zero_grad()
-            with pytest.raises(AgreementError) as caught:
-                net(1.0, used=None if used else 0).backward()
-            messages.add(str(caught.value))
-            traceback.clear_frames(caught.tb)  # and the graph, with which autograd remembers shapes
-            assert [p.grad for p in net.parameters()] == [None, None]
-        for p, data in zip(net.parameters(), kept, strict=True):
-            p.data = data if change is not set_in_place else data[:3].clone()
-        net(rank.rank + 1.0).backward()
-        assert [p.grad.tolist() for p in net.parameters()] == [[1.5] * 3] * 2
-        return messages
-
-    first, second = run_ranks(2, call, hosts=hosts)
-    assert first == second
+@on_ranks(2, "hosts")
+def test_a_change_on_one_rank_is_an_error_by_name_until_it_is_undone(rank, change, used):
+    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    net(1.0).backward()
+    kept = [p.data for p in net.parameters()]
+    if rank.rank == 1:
+        change(net)
+    messages = set()
+    for _ in range(2):
+        net.zero_grad()
+        with pytest.raises(AgreementError) as caught:
+            net(1.0, used=None if used else 0).backward()
+        messages.add(str(caught.value))
+        traceback.clear_frames(caught.tb)  # and the graph, with which autograd remembers shapes
+        assert [p.grad for p in net.parameters()] == [None, None]
+    for p, data in zip(net.parameters(), kept, strict=True):
+        p.data = data if change is not set_in_place else data[:3].clone()
+    net(rank.rank + 1.0).backward()
+    assert [p.grad.tolist() for p in net.parameters()] == [[1.5] * 3] * 2
+    (message,) = messages
+    assert rank.all_equal(torch.tensor([*message.encode()]))
     name = "weights.0" if change is to_double else "weights.1"
-    assert f"ranks differ in parameter {name}: rank 0 has float32 of shape (3,)" in first.pop()
+    assert f"ranks differ in parameter {name}: rank 0 has float32 of shape (3,)" in message
 
 
 @on_ranks(2)
