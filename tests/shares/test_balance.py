@@ -17,6 +17,7 @@ from lockstep.errors import OptionError, PeerError
 from lockstep.shares import balance
 from lockstep.shares.balance import Balance, Pace, ShareClock
 from processes import run_processes
+from programs.ranks import on_ranks, replicated
 from share_runs import CELLS, MODELS, data_of, forever, make_optimizer
 from threaded import run_ranks
 
@@ -103,7 +104,7 @@ def at_random(monkeypatch):
 
 def train(rank, cell=CELLS[0], steps=12, options=None, paces=None, state=None, stop=None):
     """The fingerprint after so many steps, and the deals; or the state to go on from."""
-    model = lockstep.replicate(rank.make(MODELS[cell.model]), shares=8, process_group=rank.group)
+    model = replicated(rank, MODELS[cell.model], shares=8)
     optimizer = make_optimizer(cell.optimizer, model)
     options = {"balance": "speed", "last": "smaller", "seed": 1, "process_group": rank.group, **(options or {})}
     audits = options.pop("audits", None)
@@ -156,21 +157,19 @@ def test_without_balance_all_compute_equally_many(alone):
 
 
 @pytest.mark.usefixtures("told")
-def test_statistics_show_the_deal():
-    def work(rank):
-        model = lockstep.replicate(torch.nn.Linear(1, 1), shares=8, process_group=rank.group)
-        rows = TensorDataset(torch.ones(64, 1))
-        found = [lockstep.loop.statistics(model)]
-        for batch in lockstep.shares.GlobalBatches(rows, 16, 8, balance="speed", process_group=rank.group):
-            PACE.seconds = (nan, 1.0, 1.0, 1.0)[batch.number] * (1 + rank.rank)
-            for (x,) in batch:
-                model(x).sum().backward()
-            found.append(lockstep.loop.statistics(model))
-        return [(each.shares, each.share_seconds, each.saved_by_deal) for each in found]
-
+@on_ranks(2)
+def test_statistics_show_the_deal(rank):
     unknown, known = ([4, 4], [None, None], None), ([4, 4], [1.0, 2.0], 0.0)
-    for found in run_ranks(2, work):
-        assert found == [([], [], None), unknown, known, known, ([6, 2], [1.0, 2.0], 0.25)]
+    model = lockstep.replicate(torch.nn.Linear(1, 1), shares=8, process_group=rank.group)
+    rows = TensorDataset(torch.ones(64, 1))
+    found = [lockstep.loop.statistics(model)]
+    for batch in lockstep.shares.GlobalBatches(rows, 16, 8, balance="speed", process_group=rank.group):
+        PACE.seconds = (nan, 1.0, 1.0, 1.0)[batch.number] * (1 + rank.rank)
+        for (x,) in batch:
+            model(x).sum().backward()
+        found.append(lockstep.loop.statistics(model))
+    got = [(each.shares, each.share_seconds, each.saved_by_deal) for each in found]
+    assert got == [([], [], None), unknown, known, known, ([6, 2], [1.0, 2.0], 0.25)]
 
 
 def test_a_label_of_the_profiler_has_the_deal():
@@ -377,14 +376,10 @@ def test_costs_that_differ_between_ranks_are_an_error_on_every_rank():
         assert "samples in each share, by cost" in str(error)
 
 
-def test_costs_and_a_loss_that_is_a_mean_do_not_go_together():
-    def work(rank):
-        model = lockstep.replicate(torch.nn.Linear(1, 1), shares=4, loss="mean", process_group=rank.group)
-        rows = TensorDataset(torch.ones(16, 1))
-        for batch in lockstep.shares.GlobalBatches(rows, 16, 4, cost=[1.0] * 16, process_group=rank.group):
-            for (x,) in batch:
-                model(x).mean().backward()
-
-    for error in run_ranks(2, work, errors=True):
-        assert isinstance(error, OptionError)
-        assert "let the loss be a sum" in str(error)
+@on_ranks(2, raises=OptionError, says="let the loss be a sum")
+def test_costs_and_a_loss_that_is_a_mean_do_not_go_together(rank):
+    model = lockstep.replicate(torch.nn.Linear(1, 1), shares=4, loss="mean", process_group=rank.group)
+    rows = TensorDataset(torch.ones(16, 1))
+    for batch in lockstep.shares.GlobalBatches(rows, 16, 4, cost=[1.0] * 16, process_group=rank.group):
+        for (x,) in batch:
+            model(x).mean().backward()

@@ -23,7 +23,9 @@ from lockstep.errors import AgreementError, AuditError, NotReplicableError, Opti
 from lockstep.phases import Phases
 from lockstep.shares import share_exchange as reduction
 from lockstep.shares.share_exchange import ExchangePlan
+from programs.ranks import on_ranks, replicated
 from share_runs import CELLS, MODELS, data_of, digits, forever, make_optimizer, train, train_all
+from small_modules import one_weight
 from threaded import count_collectives, run_ranks
 
 ROWS = TensorDataset(torch.arange(16.0).view(16, 1))
@@ -55,8 +57,7 @@ def test_threads_come_to_the_same_bits(alone, world, backend):
 def test_a_module_that_is_dropped_is_freed_with_its_process_group():
     def work(rank):
         model, data = linear(rank)
-        for (x,) in next(iter(data)):
-            model(x).sum().backward()
+        backward(model, next(iter(data)))
         return weakref.ref(model), weakref.ref(model.weight), weakref.ref(rank.group)
 
     links = list(itertools.chain(*run_ranks(2, work)))
@@ -65,13 +66,10 @@ def test_a_module_that_is_dropped_is_freed_with_its_process_group():
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
-def test_ranks_of_several_hosts_come_to_the_same_bits(alone, hosts):
+@on_ranks(None, "hosts", timeout=300)
+def test_ranks_of_several_hosts_come_to_the_same_bits(rank, alone, hosts):
     """On an `shm` group, whose ranks have no memory in common then."""
-
-    def two_cells(rank):
-        return [train(rank, CELLS[1]), train(rank, CELLS[6])]
-
-    assert run_ranks(len(hosts), two_cells, hosts=hosts, timeout=300) == [[alone[1], alone[6]]] * len(hosts)
+    assert [train(rank, CELLS[1]), train(rank, CELLS[6])] == [alone[1], alone[6]]
 
 
 @pytest.mark.parametrize("shares", [3, 5, 6])
@@ -83,127 +81,104 @@ def test_shares_need_not_be_a_power_of_two(shares):
 # ------------------------------------------------------------------------------------ gradients
 
 
+def with_rows(rank, module, size=4, shares=4, **options):
+    """The module with shares, and batches of the rows in their order."""
+    data = lockstep.shares.GlobalBatches(ROWS, size, shares, shuffle=False, process_group=rank.group)
+    return lockstep.replicate(module, shares=shares, process_group=rank.group, **options), data
+
+
 def linear(rank, shares=4, **options):
     """y = w * x with w = 0, so that the gradient of w is the sum of the x."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    model = lockstep.replicate(model, shares=shares, process_group=rank.group, **options)
-    data = lockstep.shares.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
-    return model, data
+    return with_rows(rank, one_weight(0.0), 8, shares, **options)
 
 
-def test_gradients_are_divided_by_the_rows_of_the_world():
-    def work(rank):
-        model, data = linear(rank)
-        gradients = []
-        for batch in data:
-            model.zero_grad()
-            for (x,) in batch:
-                model(x).sum().backward()
-            gradients.append(model.weight.grad.item())
-        return gradients
-
-    assert run_ranks(3, work) == [[3.5, 11.5]] * 3
+def backward(model, batch):
+    for (x,) in batch:
+        model(x).sum().backward()
 
 
-def test_a_loss_that_is_a_mean_lets_shares_count_alike():
-    def work(rank):
-        model, data = linear(rank, loss="mean")
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                model(x).mean().backward()
-        return model.weight.grad.item()
+@on_ranks(3)
+def test_gradients_are_divided_by_the_rows_of_the_world(rank):
+    model, data = linear(rank)
+    gradients = []
+    for batch in data:
+        model.zero_grad()
+        backward(model, batch)
+        gradients.append(model.weight.grad.item())
+    assert gradients == [3.5, 11.5]
 
-    assert run_ranks(2, work) == [3.5] * 2
+
+@on_ranks(2)
+def test_a_loss_that_is_a_mean_lets_shares_count_alike(rank):
+    model, data = linear(rank, loss="mean")
+    for (x,) in next(iter(data)):
+        model(x).mean().backward()
+    assert model.weight.grad.item() == 3.5
 
 
-def test_weights_in_place_of_rows():
-    def work(rank):
-        model, data = linear(rank)
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                with lockstep.accumulate(model, weight=x.sum()):
-                    model(x).sum().backward()
-        return model.weight.grad.item()
-
-    assert run_ranks(2, work) == [1.0] * 2
+@on_ranks(2)
+def test_weights_in_place_of_rows(rank):
+    model, data = linear(rank)
+    for (x,) in next(iter(data)):
+        with lockstep.accumulate(model, weight=x.sum()):
+            model(x).sum().backward()
+    assert model.weight.grad.item() == 1.0
 
 
 @pytest.mark.parametrize(("weights", "expected"), [((0.0625, 0.0625), 56.0), ((0.0, 0.0), 28.0), ((3.0, 1.0), 1.75)])
-def test_weights_of_a_share_add_up_and_may_be_small_or_nothing(weights, expected):
+@on_ranks(2)
+def test_weights_of_a_share_add_up_and_may_be_small_or_nothing(rank, weights, expected):
     """The sum is divided by 4 * sum(weights), and by nothing if that is 0."""
-
-    def work(rank):
-        model, data = linear(rank)
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                with lockstep.accumulate(model, weight=weights[0]):
-                    model(x).sum().backward()
-                with lockstep.accumulate(model, weight=weights[1]):
-                    pass
-        return model.weight.grad.item()
-
-    assert run_ranks(2, work) == [expected] * 2
+    model, data = linear(rank)
+    for (x,) in next(iter(data)):
+        with lockstep.accumulate(model, weight=weights[0]):
+            model(x).sum().backward()
+        with lockstep.accumulate(model, weight=weights[1]):
+            pass
+    assert model.weight.grad.item() == expected
 
 
-def test_sparse_gradients_are_refused_by_name():
-    def work(rank):
-        model = lockstep.replicate(nn.Embedding(4, 2, sparse=True), shares=4, process_group=rank.group)
-        rows = TensorDataset(torch.arange(4))
-        with pytest.raises(NotReplicableError, match=r"parameter weight has a gradient of layout torch\.sparse_coo"):
-            for (x,) in next(iter(lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group))):
+@on_ranks(1)
+def test_sparse_gradients_are_refused_by_name(rank):
+    model = lockstep.replicate(nn.Embedding(4, 2, sparse=True), shares=4, process_group=rank.group)
+    rows = TensorDataset(torch.arange(4))
+    with pytest.raises(NotReplicableError, match=r"parameter weight has a gradient of layout torch\.sparse_coo"):
+        backward(model, next(iter(lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group))))
+
+
+@on_ranks(1)
+def test_gradients_that_a_program_drops_are_held_by_nobody(rank):
+    model, data = linear(rank)
+    backward(model, next(iter(data)))
+    gradient = weakref.ref(model.weight.grad)
+    model.zero_grad()
+    assert gradient() is None
+
+
+@on_ranks(2, raises=OptionError, says="share 3")
+def test_a_weight_that_is_missing_is_an_error_on_every_rank(rank):
+    model, data = linear(rank)
+    for batch in data:
+        for number, (x,) in enumerate(batch):
+            with lockstep.accumulate(model, weight=None if rank.rank == 1 and number else 1.0):
                 model(x).sum().backward()
 
-    run_ranks(1, work)
+
+@on_ranks(2)
+def test_several_backwards_of_a_share_add_up(rank):
+    model, data = linear(rank)
+    for (x,) in next(iter(data)):
+        model(x).sum().backward()
+        (10 * model(x)).sum().backward()
+    assert model.weight.grad.item() == 38.5
 
 
-def test_gradients_that_a_program_drops_are_held_by_nobody():
-    def work(rank):
-        model, data = linear(rank)
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                model(x).sum().backward()
-        gradient = weakref.ref(model.weight.grad)
-        model.zero_grad()
-        return gradient()
-
-    assert run_ranks(1, work) == [None]
-
-
-def test_a_weight_that_is_missing_is_an_error_on_every_rank():
-    def work(rank):
-        model, data = linear(rank)
-        for batch in data:
-            for number, (x,) in enumerate(batch):
-                with lockstep.accumulate(model, weight=None if rank.rank == 1 and number else 1.0):
-                    model(x).sum().backward()
-
-    for error in run_ranks(2, work, errors=True):
-        assert isinstance(error, OptionError)
-        assert "share 3" in str(error)
-
-
-def test_several_backwards_of_a_share_add_up():
-    def work(rank):
-        model, data = linear(rank)
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                model(x).sum().backward()
-                (10 * model(x)).sum().backward()
-        return model.weight.grad.item()
-
-    assert run_ranks(2, work) == [38.5] * 2
-
-
-def test_gradients_from_before_a_step_are_added_to():
-    def work(rank):
-        model, data = linear(rank)
-        for batch in data:
-            for (x,) in batch:
-                model(x).sum().backward()
-        return model.weight.grad.item()
-
-    assert run_ranks(2, work) == [15.0] * 2
+@on_ranks(2)
+def test_gradients_from_before_a_step_are_added_to(rank):
+    model, data = linear(rank)
+    for batch in data:
+        backward(model, batch)
+    assert model.weight.grad.item() == 15.0
 
 
 class Branches(nn.Module):
@@ -218,28 +193,22 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_parameters_that_some_shares_do_not_use(world):
-    def work(rank):
-        model = lockstep.replicate(Branches(), shares=4, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
-        found = []
-        for batch in data:
-            model.zero_grad()
-            for (x,) in batch:
-                model(x).backward()
-            found.append([None if p.grad is None else p.grad.item() for p in model.parameters()])
-        return found
-
-    assert run_ranks(world, work) == [[[6 / 8, 22 / 8, None], [None, 92 / 8, None]]] * world
+@on_ranks(None, "world")
+def test_parameters_that_some_shares_do_not_use(rank):
+    model, data = with_rows(rank, Branches(), 8)
+    found = []
+    for batch in data:
+        model.zero_grad()
+        backward(model, batch)
+        found.append([None if p.grad is None else p.grad.item() for p in model.parameters()])
+    assert found == [[6 / 8, 22 / 8, None], [None, 92 / 8, None]]
 
 
 def test_a_gradient_of_minus_zero_keeps_its_sign():
     def work(rank):
-        model = lockstep.replicate(Branches(), shares=4, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                model(x.view(1) * -0.0 if x == 2 else x.view(1) + 4).backward()
+        model, data = with_rows(rank, Branches())
+        for (x,) in next(iter(data)):
+            model(x.view(1) * -0.0 if x == 2 else x.view(1) + 4).backward()
         return model.small.grad.item() == 0 and torch.signbit(model.small.grad).item()
 
     assert {sign for world in (1, 2, 4) for sign in run_ranks(world, work)} == {True}
@@ -265,134 +234,114 @@ def test_layouts_of_gradients_are_those_of_the_parameters():
         model = rank.make(digits).to(memory_format=torch.channels_last)
         lockstep.replicate(model, shares=4, process_group=rank.group)
         data = lockstep.shares.GlobalBatches(data_of("digits"), 8, 4, process_group=rank.group)
-        for batch in itertools.islice(data, 1):
-            for x, _ in batch:
-                model(x).sum().backward()
+        for x, _ in next(iter(data)):
+            model(x).sum().backward()
         return [p.grad.stride() == p.stride() for p in model.parameters()]
 
     assert all(itertools.chain.from_iterable(found for world in (1, 2) for found in run_ranks(world, work)))
 
 
-def test_a_gradient_scaler_sees_the_reduced_gradient():
-    def work(rank):
-        model, data = linear(rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        weights = []
-        for batch in data:
-            optimizer.zero_grad()
-            for (x,) in batch:
-                x = x / 0 if x.max() == 1 and rank.rank == 0 else x  # an infinity in one share of one rank
-                scaler.scale(model(x).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            weights.append(model.weight.item())
-        return weights, scaler.get_scale()
-
-    assert run_ranks(2, work) == [([0.0, -11.5], 2.0)] * 2
+@on_ranks(2)
+def test_a_gradient_scaler_sees_the_reduced_gradient(rank):
+    model, data = linear(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    weights = []
+    for batch in data:
+        optimizer.zero_grad()
+        for (x,) in batch:
+            x = x / 0 if x.max() == 1 and rank.rank == 0 else x  # an infinity in one share of one rank
+            scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(model.weight.item())
+    assert (weights, scaler.get_scale()) == ([0.0, -11.5], 2.0)
 
 
-def test_several_modules_take_part_in_a_step():
-    def work(rank):
-        first, data = linear(rank)
-        second, _ = linear(rank)
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                second(first(x) + x).sum().backward()
-        return first.weight.grad.item(), second.weight.grad.item()
-
-    assert run_ranks(3, work) == [(0.0, 3.5)] * 3
+@on_ranks(3)
+def test_several_modules_take_part_in_a_step(rank):
+    first, data = linear(rank)
+    second, _ = linear(rank)
+    for (x,) in next(iter(data)):
+        second(first(x) + x).sum().backward()
+    assert (first.weight.grad.item(), second.weight.grad.item()) == (0.0, 3.5)
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_modules_are_numbered_alike_whatever_has_been_freed(hosts):
+@on_ranks(2, "hosts")
+def test_modules_are_numbered_alike_whatever_has_been_freed(rank):
     """One rank's collector has taken a model that was dropped, the other's has not yet."""
-
-    def work(rank):
-        kept, model = [], linear(rank)[0]
-        model.myself = model
-        if rank.rank == 1:
-            kept.append(model)
-        del model
-        rank.gather(torch.zeros(1))
-        gc.collect()
-        model, data = linear(rank)
-        for (x,) in next(iter(data)):
-            model(x).sum().backward()
-        return model.weight.grad.item(), len(kept)
-
-    assert run_ranks(2, work, hosts=hosts) == [(3.5, 0), (3.5, 1)]
+    kept, model = [], linear(rank)[0]
+    model.myself = model
+    if rank.rank == 1:
+        kept.append(model)
+    del model
+    rank.gather(torch.zeros(1))
+    gc.collect()
+    model, data = linear(rank)
+    backward(model, next(iter(data)))
+    assert (model.weight.grad.item(), len(kept)) == [(3.5, 0), (3.5, 1)][rank.rank]
 
 
 def plain_and_shares(rank):
     """A module without shares, whose output one with shares is given."""
-    plain = lockstep.replicate(rank.make(lambda: nn.Linear(1, 1)), process_group=rank.group)
+    plain = replicated(rank, lambda: nn.Linear(1, 1))
     model, data = linear(rank, shares=8)
     return plain, model, data
 
 
 @pytest.mark.parametrize("hosts", ["", "aaa"], ids=["gloo", "shm"])
-def test_a_module_without_shares_may_be_trained_in_the_same_step(hosts):
+@on_ranks(3, "hosts")
+def test_a_module_without_shares_may_be_trained_in_the_same_step(rank):
     """After the shares of a batch; inside, it runs under ``no_grad()``."""
-
-    def work(rank):
-        plain, model, data = plain_and_shares(rank)
-        nn.init.ones_(plain.weight), nn.init.zeros_(plain.bias)
-        found = []
-        for batch in data:
-            model.zero_grad(), plain.zero_grad()
-            for (x,) in batch:
-                with torch.no_grad():
-                    hidden = plain(x)
-                model(hidden).sum().backward()
-            (plain(torch.full((1, 1), float(rank.rank)))).sum().backward()
-            found.append((model.weight.grad.item(), plain.weight.grad.item()))
-        return found
-
-    assert run_ranks(3, work, hosts=hosts) == [[(3.5, 1.0), (11.5, 1.0)]] * 3
+    plain, model, data = plain_and_shares(rank)
+    nn.init.ones_(plain.weight), nn.init.zeros_(plain.bias)
+    found = []
+    for batch in data:
+        model.zero_grad(), plain.zero_grad()
+        for (x,) in batch:
+            with torch.no_grad():
+                hidden = plain(x)
+            model(hidden).sum().backward()
+        (plain(torch.full((1, 1), float(rank.rank)))).sum().backward()
+        found.append((model.weight.grad.item(), plain.weight.grad.item()))
+    assert found == [(3.5, 1.0), (11.5, 1.0)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_module_without_shares_that_is_reached_in_a_share_is_an_error_by_name(world):
+@on_ranks(None, "world")
+def test_a_module_without_shares_that_is_reached_in_a_share_is_an_error_by_name(rank):
     """On every rank; and all can go on without it, and with it outside of shares."""
-
-    def work(rank):
-        plain, model, data = plain_and_shares(rank)
-        found = []
-        for batch in data:
-            plain.requires_grad_(batch.number == 0)
-            try:
-                for (x,) in batch:
-                    model(plain(x)).sum().backward()
-            except (ShareError, PeerError) as error:
-                found.append(str(error))
-        plain.requires_grad_(True)(torch.ones(1, 1)).sum().backward()
-        return found, model.weight.grad is not None and plain.bias.grad is not None
-
-    for rank, (found, is_trained) in enumerate(run_ranks(world, work)):
-        assert len(found) == 1
-        assert f"rank {rank}: a backward pass in share" in found[0]
-        assert "replicated without shares over the same process group" in found[0]
-        assert is_trained
-
-
-def test_a_layer_that_is_new_takes_part():
-    def work(rank):
-        model = lockstep.replicate(nn.Sequential(nn.Linear(1, 1)), shares=4, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
-        found = []
-        for batch in itertools.islice(forever(data), 6):
-            model.zero_grad()
+    plain, model, data = plain_and_shares(rank)
+    found = []
+    for batch in data:
+        plain.requires_grad_(batch.number == 0)
+        try:
             for (x,) in batch:
-                model(x).sum().backward()
-            found.append([p.grad.item() for p in model.parameters()])
-            if batch.number == 1:
-                model[0] = nn.Linear(1, 1, bias=batch.epoch == 1)  # fewer parameters than before, and more
-                for parameter in model.parameters():
-                    nn.init.zeros_(parameter)
-        return found
+                model(plain(x)).sum().backward()
+        except (ShareError, PeerError) as error:
+            found.append(str(error))
+    plain.requires_grad_(True)(torch.ones(1, 1)).sum().backward()
+    assert len(found) == 1
+    assert f"rank {rank.rank}: a backward pass in share" in found[0]
+    assert "replicated without shares over the same process group" in found[0]
+    assert model.weight.grad is not None
+    assert plain.bias.grad is not None
 
-    assert run_ranks(2, work) == [[[3.5, 1.0], [11.5, 1.0], [3.5], [11.5], [3.5, 1.0], [11.5, 1.0]]] * 2
+
+@on_ranks(2)
+def test_a_layer_that_is_new_takes_part(rank):
+    model, data = with_rows(rank, nn.Sequential(nn.Linear(1, 1)), 8)
+    found = []
+    for batch in itertools.islice(forever(data), 6):
+        model.zero_grad()
+        backward(model, batch)
+        found.append([p.grad.item() for p in model.parameters()])
+        if batch.number == 1:
+            model[0] = nn.Linear(1, 1, bias=batch.epoch == 1)  # fewer parameters than before, and more
+            for parameter in model.parameters():
+                nn.init.zeros_(parameter)
+    assert found == [[3.5, 1.0], [11.5, 1.0], [3.5], [11.5], [3.5, 1.0], [11.5, 1.0]]
 
 
 # ------------------------------------------------------------------------------------- buffers
@@ -419,11 +368,8 @@ class Buffers(nn.Module):
 
 def test_buffers_begin_each_share_alike_and_are_averaged():
     def work(rank):
-        model = lockstep.replicate(Buffers(), shares=6, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(ROWS, 6, 6, shuffle=False, process_group=rank.group)
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                model(x).backward()
+        model, data = with_rows(rank, Buffers(), 6, 6)
+        backward(model, next(iter(data)))
         return [buffer.tolist() for buffer in model.buffers()]
 
     found = [buffers for world in (1, 2, 3, 6) for buffers in run_ranks(world, work)]
@@ -451,19 +397,15 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_buffers_of_any_floating_dtype_are_averaged_in_float32_at_least(world):
+@on_ranks(None, "world")
+def test_buffers_of_any_floating_dtype_are_averaged_in_float32_at_least(rank):
     """The mean over five shares of 1, 1 + e, 1 + e, 1 + e, 1 + e is rounded once."""
-
-    def work(rank):
-        model = lockstep.replicate(Halves(), shares=5, process_group=rank.group)
-        rows = TensorDataset(torch.arange(5.0).view(5, 1))
-        for batch in lockstep.shares.GlobalBatches(rows, 5, 5, shuffle=False, process_group=rank.group):
-            for (x,) in batch:
-                model(x).backward()
-        return model.low.item(), model.rotation.item()
-
     half = torch.tensor((1 + 4 * 1.0078125) / 5).bfloat16().item()
-    assert run_ranks(world, work) == [(half, pytest.approx(2j))] * world
+    model = lockstep.replicate(Halves(), shares=5, process_group=rank.group)
+    rows = TensorDataset(torch.arange(5.0).view(5, 1))
+    for batch in lockstep.shares.GlobalBatches(rows, 5, 5, shuffle=False, process_group=rank.group):
+        backward(model, batch)
+    assert (model.low.item(), model.rotation.item()) == (half, pytest.approx(2j))
 
 
 class Scaled(nn.Module):
@@ -481,19 +423,16 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_a_graph_that_outlives_the_step_sees_the_buffers_that_it_has_saved(hosts):
+@on_ranks(2, "hosts")
+def test_a_graph_that_outlives_the_step_sees_the_buffers_that_it_has_saved(rank):
     """One row in each of four shares: they make 1, 2, 3 and 4 of a buffer that is 1 before, and 2.5 after the step."""
-
-    def work(rank):
-        model = lockstep.replicate(Scaled(), shares=4, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
-        for (x,) in next(iter(data)):
-            out = model(x)
-            out.backward(retain_graph=True)
-        averaged = model.scale.item()
-        return averaged, torch.autograd.grad(out, model.layer.weight)[0].item()
-
-    assert run_ranks(2, work, hosts=hosts) == [(2.5, 1 * 2.0), (2.5, 3 * 4.0)]
+    model, data = with_rows(rank, Scaled())
+    for (x,) in next(iter(data)):
+        out = model(x)
+        out.backward(retain_graph=True)
+    averaged = model.scale.item()
+    found = (averaged, torch.autograd.grad(out, model.layer.weight)[0].item())
+    assert found == [(2.5, 1 * 2.0), (2.5, 3 * 4.0)][rank.rank]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -519,22 +458,20 @@ def test_a_step_that_was_left_leaves_buffers_as_they_were(failing):
     assert first[1:] == [[pytest.approx(0.05 + 0.5 * 9.5)], 1, [False, False, True]]
 
 
-def test_a_step_that_cannot_begin_leaves_what_was_loaded_after_a_step_that_was_left():
-    def work(rank):
-        model = lockstep.replicate(Buffers(), shares=4, process_group=rank.group)
-        data, others = (
-            lockstep.shares.GlobalBatches(ROWS, 4, shares, shuffle=False, process_group=rank.group) for shares in (4, 2)
-        )
-        with contextlib.suppress(ZeroDivisionError):
-            for (x,) in next(iter(data)):
-                model(x).backward()
-                raise ZeroDivisionError
-        model.mean.fill_(7.0)
-        with pytest.raises(OptionError, match="a batch of 2 shares"):
-            list(next(iter(others)))
-        return model.mean.item()
-
-    assert run_ranks(1, work) == [7.0]
+@on_ranks(1)
+def test_a_step_that_cannot_begin_leaves_what_was_loaded_after_a_step_that_was_left(rank):
+    model = lockstep.replicate(Buffers(), shares=4, process_group=rank.group)
+    data, others = (
+        lockstep.shares.GlobalBatches(ROWS, 4, shares, shuffle=False, process_group=rank.group) for shares in (4, 2)
+    )
+    with contextlib.suppress(ZeroDivisionError):
+        for (x,) in next(iter(data)):
+            model(x).backward()
+            raise ZeroDivisionError
+    model.mean.fill_(7.0)
+    with pytest.raises(OptionError, match="a batch of 2 shares"):
+        list(next(iter(others)))
+    assert model.mean.item() == 7.0
 
 
 # ------------------------------------------------------------------------ collectives of a step
@@ -553,7 +490,7 @@ def test_gradients_buffers_counters_and_reports_travel_together(world, hosts, ex
     monkeypatch.setitem(threaded._NAMES, "_add_in_order", "add_in_order")
 
     def work(rank):
-        model = lockstep.replicate(rank.make(digits), shares=8, process_group=rank.group)
+        model = replicated(rank, digits, shares=8)
         data = lockstep.shares.GlobalBatches(data_of("digits"), 32, 8, process_group=rank.group)
         for batch in data:
             with count_collectives(rank) as seen:
@@ -581,24 +518,21 @@ class ChangesNow(nn.Module):
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_buffers_that_change_in_some_steps_only(hosts):
+@on_ranks(2, "hosts")
+def test_buffers_that_change_in_some_steps_only(rank):
     """Neither in the step after one in which they have changed, nor before."""
-
-    def work(rank):
-        model = lockstep.replicate(ChangesNow(), shares=4, process_group=rank.group)
-        found = []
-        for batch in lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
-            for (x,) in batch:
-                model(x).backward()
-            found.append((model.mean.item(), model.count.item(), model.weight.grad.item()))
-            model.zero_grad()
-        return found
-
-    assert run_ranks(2, work, hosts=hosts) == [[(1.0, 0, 1.5), (2.0, 1, 5.5), (2.0, 1, 9.5), (4.0, 2, 13.5)]] * 2
+    model = lockstep.replicate(ChangesNow(), shares=4, process_group=rank.group)
+    found = []
+    for batch in lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
+        backward(model, batch)
+        found.append((model.mean.item(), model.count.item(), model.weight.grad.item()))
+        model.zero_grad()
+    assert found == [(1.0, 0, 1.5), (2.0, 1, 5.5), (2.0, 1, 9.5), (4.0, 2, 13.5)]
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_a_counter_that_shares_of_one_rank_alone_change(hosts):
+@on_ranks(2, "hosts")
+def test_a_counter_that_shares_of_one_rank_alone_change(rank):
     """In several steps, one after the other; the last rank's shares have the largest rows."""
 
     class Counts(nn.Module):
@@ -612,14 +546,10 @@ def test_a_counter_that_shares_of_one_rank_alone_change(hosts):
                 self.count += 1
             return (x * self.weight).sum()
 
-    def work(rank):
-        model = lockstep.replicate(Counts(), shares=4, process_group=rank.group)
-        for batch in lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
-            for (x,) in batch:
-                model(x).backward()
-        return model.count.item()
-
-    assert run_ranks(2, work, hosts=hosts) == [4, 4]
+    model = lockstep.replicate(Counts(), shares=4, process_group=rank.group)
+    for batch in lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
+        backward(model, batch)
+    assert model.count.item() == 4
 
 
 # ------------------------------------------------------- buckets that leave in the last backward
@@ -664,31 +594,26 @@ def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, expected,
 
 
 @pytest.mark.parametrize(("hosts", "buckets", "expected"), [("ab", 3, 2), ("aab", 3, 0), ("aab", 12, 11), ("aa", 3, 0)])
-def test_buckets_leave_early_where_memory_for_them_is_there(hosts, buckets, expected):
+@on_ranks(None, "hosts")
+def test_buckets_leave_early_where_memory_for_them_is_there(rank, hosts, buckets, expected):
     """Never the last. On three ranks of two hosts one of three would take a fifth gradient, and one of twelve not."""
-
-    def work(rank):
-        specs = [TensorSpec("", (2048, 2048), (2048, 1), torch.float32, torch.device("cpu"))] * buckets
-        return ExchangePlan(specs, [], equal_deal(8, rank.world), Collectives(rank.group, Phases())).leave_early
-
-    assert run_ranks(len(hosts), work, hosts=hosts) == [expected] * len(hosts)
+    specs = [TensorSpec("", (2048, 2048), (2048, 1), torch.float32, torch.device("cpu"))] * buckets
+    assert ExchangePlan(specs, [], equal_deal(8, rank.world), Collectives(rank.group, Phases())).leave_early == expected
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_a_second_backward_that_comes_after_buckets_have_left_counts(hosts):
-    def work(rank):
-        model, data = linear(rank)
-        found = []
-        for batch in itertools.islice(forever(data), 4):
-            model.zero_grad()
-            for (x,) in batch:
-                model(x).sum().backward()
-                if batch.epoch == 1:
-                    (10 * model(x)).sum().backward()
-            found.append(model.weight.grad.item())
-        return found
-
-    assert run_ranks(2, work, hosts=hosts) == [[3.5, 11.5, 38.5, 126.5]] * 2
+@on_ranks(2, "hosts")
+def test_a_second_backward_that_comes_after_buckets_have_left_counts(rank):
+    model, data = linear(rank)
+    found = []
+    for batch in itertools.islice(forever(data), 4):
+        model.zero_grad()
+        for (x,) in batch:
+            model(x).sum().backward()
+            if batch.epoch == 1:
+                (10 * model(x)).sum().backward()
+        found.append(model.weight.grad.item())
+    assert found == [3.5, 11.5, 38.5, 126.5]
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
@@ -720,8 +645,7 @@ def test_a_second_backward_after_buckets_have_left_on_one_rank_only_counts(hosts
 
     def work(rank):
         layers = rank.make(lambda: nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 3), nn.Linear(3, 1)))
-        model = lockstep.replicate(layers, shares=4, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        model, data = with_rows(rank, layers)
         found = []
         for batch in itertools.islice(forever(data), 4):
             model.zero_grad()
@@ -738,56 +662,57 @@ def test_a_second_backward_after_buckets_have_left_on_one_rank_only_counts(hosts
 
 @pytest.mark.parametrize("modules", [1, 2])
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_a_rank_that_leaves_a_step_is_told_to_the_others_and_all_can_go_on(hosts, modules):
-    def work(rank):
-        model, data = linear(rank)
-        others = [linear(rank)[0] for _ in range(modules - 1)]
-        found = []
-        for batch in itertools.islice(forever(data), 4):
-            model.zero_grad()
-            try:
-                for number, (x,) in enumerate(batch):
-                    sum(each(x).sum() for each in (model, *others)).backward()
-                    if batch.epoch == 1 and batch.number == 0 and rank.rank == 1 and number == 1:
-                        raise ZeroDivisionError("a bad share")
-            except (ZeroDivisionError, PeerError) as error:
-                found.append(str(error)[:39])
-            else:
-                found.append(model.weight.grad.item())
-        return found
-
-    first, second = run_ranks(2, work, hosts=hosts)
-    assert first == [3.5, 11.5, "rank 1 has left the loop over the shares"[:39], 11.5]
-    assert second == [3.5, 11.5, "a bad share", 11.5]
+@on_ranks(2, "hosts")
+def test_a_rank_that_leaves_a_step_is_told_to_the_others_and_all_can_go_on(rank, modules):
+    model, data = linear(rank)
+    others = [linear(rank)[0] for _ in range(modules - 1)]
+    found = []
+    for batch in itertools.islice(forever(data), 4):
+        model.zero_grad()
+        try:
+            for number, (x,) in enumerate(batch):
+                sum(each(x).sum() for each in (model, *others)).backward()
+                if batch.epoch == 1 and batch.number == 0 and rank.rank == 1 and number == 1:
+                    raise ZeroDivisionError("a bad share")
+        except (ZeroDivisionError, PeerError) as error:
+            found.append(str(error)[:39])
+        else:
+            found.append(model.weight.grad.item())
+    assert (
+        found
+        == [[3.5, 11.5, "rank 1 has left the loop over the shares"[:39], 11.5], [3.5, 11.5, "a bad share", 11.5]][
+            rank.rank
+        ]
+    )
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_cannot_put_a_step_together_is_told_to_the_others_and_all_can_go_on(hosts, failing):
+@on_ranks(2, "hosts", group_timeout=10.0)
+def test_a_rank_that_cannot_put_a_step_together_is_told_to_the_others_and_all_can_go_on(rank, failing):
     """With several modules, ranks have told each other already which of them take part."""
-
-    def work(rank):
-        model, data = linear(rank)
-        both = [model, linear(rank)[0]]
-        found = []
-        for batch in itertools.islice(forever(data), 4):
-            model.zero_grad()
-            try:
-                for number, (x,) in enumerate(batch):
-                    sum(each(x).sum() for each in both).backward()
-                    if batch.epoch == 1 and batch.number == 0 and rank.rank == 1 and number == 1:
-                        both[failing].extra = nn.Parameter(torch.zeros(1))
-            except (NotReplicableError, PeerError) as error:
-                found.append(str(error)[:39])
-                both[failing].extra = None
-            else:
-                found.append(model.weight.grad.item())
-        return found
-
     left_by_rank_0 = "rank 1 has left the loop over the shares"[:39]
-    first, second = run_ranks(2, work, hosts=hosts, group_timeout=10.0)
-    assert first == [3.5, 11.5, left_by_rank_0, 11.5]
-    assert second == [3.5, 11.5, "parameter extra was put into the module"[:39], 11.5]
+    model, data = linear(rank)
+    both = [model, linear(rank)[0]]
+    found = []
+    for batch in itertools.islice(forever(data), 4):
+        model.zero_grad()
+        try:
+            for number, (x,) in enumerate(batch):
+                sum(each(x).sum() for each in both).backward()
+                if batch.epoch == 1 and batch.number == 0 and rank.rank == 1 and number == 1:
+                    both[failing].extra = nn.Parameter(torch.zeros(1))
+        except (NotReplicableError, PeerError) as error:
+            found.append(str(error)[:39])
+            both[failing].extra = None
+        else:
+            found.append(model.weight.grad.item())
+    assert (
+        found
+        == [[3.5, 11.5, left_by_rank_0, 11.5], [3.5, 11.5, "parameter extra was put into the module"[:39], 11.5]][
+            rank.rank
+        ]
+    )
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
@@ -823,104 +748,90 @@ def test_a_rank_that_leaves_a_step_after_buckets_have_left_is_told_to_the_others
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_a_rank_that_gets_batches_of_other_shares_is_told_to_the_others(hosts):
-    def work(rank):
-        model, _ = linear(rank)
-        found = []
-        for number in range(3):
-            shares = 8 if number == 1 and rank.rank else 4
-            batches = lockstep.shares.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
-            model.zero_grad()
-            try:
-                for (x,) in next(iter(batches)):
-                    model(x).sum().backward()
-                found.append(model.weight.grad.item())
-            except (OptionError, PeerError) as error:
-                found.append(type(error))
-        return found
-
-    assert run_ranks(2, work, hosts=hosts) == [[3.5, PeerError, 3.5], [3.5, OptionError, 3.5]]
+@on_ranks(2, "hosts")
+def test_a_rank_that_gets_batches_of_other_shares_is_told_to_the_others(rank):
+    model, _ = linear(rank)
+    found = []
+    for number in range(3):
+        shares = 8 if number == 1 and rank.rank else 4
+        batches = lockstep.shares.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
+        model.zero_grad()
+        try:
+            backward(model, next(iter(batches)))
+            found.append(model.weight.grad.item())
+        except (OptionError, PeerError) as error:
+            found.append(type(error))
+    assert found == [[3.5, PeerError, 3.5], [3.5, OptionError, 3.5]][rank.rank]
 
 
 # ------------------------------------------------------------------------- the order of things
 
 
-def test_a_backward_outside_of_a_share_is_an_error_by_name():
-    def work(rank):
-        model, _ = linear(rank)
-        with pytest.raises(ShareError, match=r"parameter weight.*shares=4.*for \.\.\. in batch"):
-            model(torch.ones(1, 1)).sum().backward()
-        (gradient,) = torch.autograd.grad(model(torch.ones(1, 1)).sum(), [model.weight])
-        return gradient.item()
-
-    assert run_ranks(1, work) == [1.0]
+@on_ranks(1)
+def test_a_backward_outside_of_a_share_is_an_error_by_name(rank):
+    model, _ = linear(rank)
+    with pytest.raises(ShareError, match=r"parameter weight.*shares=4.*for \.\.\. in batch"):
+        model(torch.ones(1, 1)).sum().backward()
+    (gradient,) = torch.autograd.grad(model(torch.ones(1, 1)).sum(), [model.weight])
+    assert gradient.item() == 1.0
 
 
-def test_an_optimizers_step_inside_of_a_step_is_an_error():
-    def work(rank):
-        model, data = linear(rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-        for batch in itertools.islice(data, 1):
-            for (x,) in batch:
-                other.step()
-                model(x).sum().backward()
-                with pytest.raises(ShareError, match="inside of its share"):
-                    optimizer.step()
+@on_ranks(2)
+def test_an_optimizers_step_inside_of_a_step_is_an_error(rank):
+    model, data = linear(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    for (x,) in next(iter(data)):
+        other.step()
+        model(x).sum().backward()
+        with pytest.raises(ShareError, match="inside of its share"):
             optimizer.step()
-        return model.weight.item()
+    optimizer.step()
+    assert model.weight.item() == -3.5
 
-    assert run_ranks(2, work) == [-3.5] * 2
+
+@on_ranks(2)
+def test_a_step_that_was_left_has_no_gradients_and_the_next_one_has(rank):
+    model, data = linear(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for batch in data:
+        for (x,) in batch:
+            model(x).sum().backward()
+            if batch.number == 0:
+                break
+        if batch.number == 0:
+            with pytest.raises(ShareError, match="batch 0 of epoch 0 was left"):
+                optimizer.step()
+            assert model.weight.grad is None
+        else:
+            optimizer.step()
+    assert model.weight.item() == -11.5
 
 
-def test_a_step_that_was_left_has_no_gradients_and_the_next_one_has():
-    def work(rank):
-        model, data = linear(rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+@on_ranks(1)
+def test_an_error_in_a_share_leaves_random_numbers_as_they_were(rank):
+    model, data = linear(rank)
+    before = random.getstate()
+    with pytest.raises(ZeroDivisionError):
         for batch in data:
             for (x,) in batch:
-                model(x).sum().backward()
-                if batch.number == 0:
-                    break
-            if batch.number == 0:
-                with pytest.raises(ShareError, match="batch 0 of epoch 0 was left"):
-                    optimizer.step()
-                assert model.weight.grad is None
-            else:
-                optimizer.step()
-        return model.weight.item()
-
-    assert run_ranks(2, work) == [-11.5] * 2
+                model(x / random.random()).sum().backward()
+                raise ZeroDivisionError
+    del batch
+    assert random.getstate() == before
 
 
-def test_an_error_in_a_share_leaves_random_numbers_as_they_were():
-    def work(rank):
-        model, data = linear(rank)
-        before = random.getstate()
-        with pytest.raises(ZeroDivisionError):
-            for batch in data:
-                for (x,) in batch:
-                    model(x / random.random()).sum().backward()
-                    raise ZeroDivisionError
-        del batch
-        return random.getstate() == before
-
-    assert run_ranks(1, work) == [True]
-
-
-def test_a_batch_is_gone_through_once_and_one_at_a_time():
-    def work(rank):
-        _, data = linear(rank)
-        first = next(iter(data))
-        second = next(iter(data))
-        for number, _ in enumerate(first):
-            if number == 1:
-                with pytest.raises(ShareError, match="while batch 0 of epoch 0 is under way"):
-                    list(second)
-        with pytest.raises(ShareError, match="gone through already"):
-            iter(first)
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_a_batch_is_gone_through_once_and_one_at_a_time(rank):
+    _, data = linear(rank)
+    first = next(iter(data))
+    second = next(iter(data))
+    for number, _ in enumerate(first):
+        if number == 1:
+            with pytest.raises(ShareError, match="while batch 0 of epoch 0 is under way"):
+                list(second)
+    with pytest.raises(ShareError, match="gone through already"):
+        iter(first)
 
 
 OTHER_BATCHES = {
@@ -946,8 +857,7 @@ def test_ranks_at_different_batches_are_told(others, words, hosts):
         data = lockstep.shares.GlobalBatches(shares=4, process_group=rank.group, **options)
         data.load_state_dict({"epoch": 0, "batch": 0, **state})
         for batch in data:
-            for (x,) in batch:
-                model(x).sum().backward()
+            backward(model, batch)
 
     for error in run_ranks(2, work, errors=True, hosts=hosts):
         assert isinstance(error, PeerError)
@@ -964,56 +874,46 @@ def test_ranks_at_different_batches_are_told(others, words, hosts):
         lambda model: lockstep.accumulate(model, last=False).__enter__(),
     ],
 )
-def test_what_shares_decide_is_refused(use):
-    def work(rank):
-        model, _ = linear(rank)
-        with pytest.raises(OptionError, match="shares=4"):
-            use(model)
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_what_shares_decide_is_refused(rank, use):
+    model, _ = linear(rank)
+    with pytest.raises(OptionError, match="shares=4"):
+        use(model)
 
 
-def test_options_that_make_no_sense():
-    def work(rank):
-        with pytest.raises(OptionError, match="2 shares are too few for 3 ranks"):
-            linear(rank, shares=2)
-        with pytest.raises(OptionError, match="whole number from 1"):
-            lockstep.replicate(nn.Linear(1, 1), shares=0, process_group=rank.group)
-        with pytest.raises(OptionError, match="loss must be one of"):
-            lockstep.replicate(nn.Linear(1, 1), shares=8, loss="max", process_group=rank.group)
-        with pytest.raises(OptionError, match="buffer_policy='mean' beside shares"):
-            lockstep.replicate(nn.Linear(1, 1), shares=8, buffer_policy="mean", process_group=rank.group)
-
-    run_ranks(3, work)
+@on_ranks(3)
+def test_options_that_make_no_sense(rank):
+    with pytest.raises(OptionError, match="2 shares are too few for 3 ranks"):
+        linear(rank, shares=2)
+    with pytest.raises(OptionError, match="whole number from 1"):
+        lockstep.replicate(nn.Linear(1, 1), shares=0, process_group=rank.group)
+    with pytest.raises(OptionError, match="loss must be one of"):
+        lockstep.replicate(nn.Linear(1, 1), shares=8, loss="max", process_group=rank.group)
+    with pytest.raises(OptionError, match="buffer_policy='mean' beside shares"):
+        lockstep.replicate(nn.Linear(1, 1), shares=8, buffer_policy="mean", process_group=rank.group)
 
 
-def test_modules_and_batches_have_the_same_number_of_shares():
-    def work(rank):
-        model, _ = linear(rank)
-        data = lockstep.shares.GlobalBatches(ROWS, 8, 8, process_group=rank.group)
-        with pytest.raises(OptionError, match=r"8 shares.*shares=4"):
-            list(next(iter(data)))
-        assert model.weight.grad is None
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_modules_and_batches_have_the_same_number_of_shares(rank):
+    model, _ = linear(rank)
+    data = lockstep.shares.GlobalBatches(ROWS, 8, 8, process_group=rank.group)
+    with pytest.raises(OptionError, match=r"8 shares.*shares=4"):
+        list(next(iter(data)))
+    assert model.weight.grad is None
 
 
-def test_hooks_that_would_see_the_gradients_of_a_share_are_refused():
-    def work(rank):
-        model, data = linear(rank)
-        model.weight.register_post_accumulate_grad_hook(lambda p: None)
-        with pytest.raises(NotReplicableError, match="parameter weight has a post-accumulate-grad hook"):
-            list(next(iter(data)))
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_hooks_that_would_see_the_gradients_of_a_share_are_refused(rank):
+    model, data = linear(rank)
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(NotReplicableError, match="parameter weight has a post-accumulate-grad hook"):
+        list(next(iter(data)))
 
 
-def test_ranks_with_other_shares_differ():
-    def work(rank):
-        with pytest.raises(AgreementError, match="ranks differ in shares"):
-            linear(rank, shares=4 + rank.rank)
-
-    run_ranks(2, work)
+@on_ranks(2)
+def test_ranks_with_other_shares_differ(rank):
+    with pytest.raises(AgreementError, match="ranks differ in shares"):
+        linear(rank, shares=4 + rank.rank)
 
 
 def test_each_share_of_each_step_has_random_numbers_of_its_own():
@@ -1049,32 +949,29 @@ def test_a_step_that_is_left_in_a_share_for_comparison_is_over():
 # ------------------------------------------------------------------------------------- settings
 
 
-def test_a_run_that_goes_on_with_another_setting_is_told_which():
-    def work(rank):
-        model, data = linear(rank)
-        state = lockstep.distributed.training_state_dict(model)
+@on_ranks(1)
+def test_a_run_that_goes_on_with_another_setting_is_told_which(rank):
+    model, data = linear(rank)
+    state = lockstep.distributed.training_state_dict(model)
+    lockstep.distributed.load_training_state_dict(model, state)
+    state["settings"]["intra-op threads"] = "64"
+    with pytest.raises(AgreementError, match=r"saved intra-op threads was 64, now.*set_num_threads\(64\)"):
         lockstep.distributed.load_training_state_dict(model, state)
-        state["settings"]["intra-op threads"] = "64"
-        with pytest.raises(AgreementError, match=r"saved intra-op threads was 64, now.*set_num_threads\(64\)"):
-            lockstep.distributed.load_training_state_dict(model, state)
-        torch.use_deterministic_algorithms(True)
-        try:
-            with pytest.raises(AgreementError, match="deterministic algorithms was off, now it is on"):
-                list(next(iter(data)))
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    run_ranks(1, work)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(AgreementError, match="deterministic algorithms was off, now it is on"):
+            list(next(iter(data)))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def steps_under_autocast(rank, state, enabled):
     model, data = linear(rank)
     if state is not None:
         lockstep.distributed.load_training_state_dict(model, state)
-    for batch in itertools.islice(data, 1):
-        for (x,) in batch:
-            with torch.autocast("cpu", enabled=enabled(rank)):
-                model(x).sum().backward()
+    for (x,) in next(iter(data)):
+        with torch.autocast("cpu", enabled=enabled(rank)):
+            model(x).sum().backward()
     return lockstep.distributed.training_state_dict(model)
 
 
@@ -1090,37 +987,32 @@ def test_autocast_is_part_of_the_agreement():
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["one mode", "both modes on the first rank"])
-def test_modes_that_differ_are_an_error_on_every_rank(both):
+@on_ranks(3)
+def test_modes_that_differ_are_an_error_on_every_rank(rank, both):
     """A step later all is well."""
-
-    def work(rank):
-        model, data = linear(rank)
-        told = []
-        for number, batch in enumerate(itertools.islice(data, 2)):
-            model.train(number == 1 or rank.rank != 2)
-            try:
-                for (x,) in batch:
-                    model(x).sum().backward()
-                    if both and rank.rank == 0:
-                        model.train(not model.training)
-                told.append(model.weight.grad is not None)
-            except PeerError as error:
-                told.append(str(error))
-            model.zero_grad()
-        return told
-
-    for told, fine in run_ranks(3, work):
-        assert f"in training mode on rank {int(both)}, and in evaluation mode on rank 2; call train() or" in told
-        assert fine
+    model, data = linear(rank)
+    told = []
+    for number, batch in enumerate(itertools.islice(data, 2)):
+        model.train(number == 1 or rank.rank != 2)
+        try:
+            for (x,) in batch:
+                model(x).sum().backward()
+                if both and rank.rank == 0:
+                    model.train(not model.training)
+            told.append(model.weight.grad is not None)
+        except PeerError as error:
+            told.append(str(error))
+        model.zero_grad()
+    told, fine = told
+    assert f"in training mode on rank {int(both)}, and in evaluation mode on rank 2; call train() or" in told
+    assert fine
 
 
-def test_the_training_state_of_other_shares_is_refused():
-    def work(rank):
-        state = lockstep.distributed.training_state_dict(linear(rank)[0])
-        with pytest.raises(OptionError, match="begun with shares=4"):
-            lockstep.distributed.load_training_state_dict(linear(rank, shares=8)[0], state)
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_the_training_state_of_other_shares_is_refused(rank):
+    state = lockstep.distributed.training_state_dict(linear(rank)[0])
+    with pytest.raises(OptionError, match="begun with shares=4"):
+        lockstep.distributed.load_training_state_dict(linear(rank, shares=8)[0], state)
 
 
 # ----------------------------------------------------------------------------------------- data
@@ -1152,7 +1044,7 @@ SAMPLES = 90
 def resumed(rank, cell, state, steps):
     """Trains to so many steps in all, from a state or from the beginning; gives the state, the fingerprint, and which
     samples this rank has seen in which epoch."""
-    model = lockstep.replicate(rank.make(MODELS[cell.model]), shares=8, process_group=rank.group)
+    model = replicated(rank, MODELS[cell.model], shares=8)
     optimizer = make_optimizer(cell.optimizer, model)
     numbered = TensorDataset(*data_of(cell.model).tensors, torch.arange(SAMPLES))
     data = lockstep.shares.GlobalBatches(numbered, 32, 8, last="smaller", process_group=rank.group)
@@ -1235,8 +1127,7 @@ def test_all_ranks_stop_at_the_same_step_if_one_is_asked_to(world):
         decisions = lockstep.loop.stop_when(lambda: reasons, rank.group)
         for _ in range(4):
             for batch in lockstep.batches(data, group=rank.group):
-                for (x,) in batch:
-                    model(x).sum().backward()
+                backward(model, batch)
                 done += 1
                 if decisions.should_stop:
                     return done
@@ -1248,23 +1139,19 @@ def test_all_ranks_stop_at_the_same_step_if_one_is_asked_to(world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_epoch_that_is_gone_on_with_has_as_many_batches_as_are_left(world):
-    def work(rank):
-        model, _ = linear(rank)
-        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, process_group=rank.group)
-        for batch in lockstep.batches(data, group=rank.group):
-            for (x,) in batch:
-                model(x).sum().backward()
-            if batch.number == 1:
-                break
-        left, numbers = lockstep.batches(data, group=rank.group), []
-        for batch in left:
-            for (x,) in batch:
-                model(x).sum().backward()
-            numbers.append(batch.number)
-        return len(left), numbers, data.epoch
-
-    assert run_ranks(world, work) == [(2, [2, 3], 1)] * world
+@on_ranks(None, "world")
+def test_an_epoch_that_is_gone_on_with_has_as_many_batches_as_are_left(rank):
+    model, _ = linear(rank)
+    data = lockstep.shares.GlobalBatches(ROWS, 4, 4, process_group=rank.group)
+    for batch in lockstep.batches(data, group=rank.group):
+        backward(model, batch)
+        if batch.number == 1:
+            break
+    left, numbers = lockstep.batches(data, group=rank.group), []
+    for batch in left:
+        backward(model, batch)
+        numbers.append(batch.number)
+    assert (len(left), numbers, data.epoch) == (2, [2, 3], 1)
 
 
 @pytest.mark.parametrize("names_the_module", [False, True])
@@ -1324,7 +1211,7 @@ def flip(gradient, element, bit):
 def test_audits_of_what_is_computed_rightly_change_nothing(world):
     def work(rank, every):
         data = lockstep.shares.GlobalBatches(data_of("digits"), 32, 8, last="smaller", process_group=rank.group)
-        model = lockstep.replicate(rank.make(digits), shares=8, process_group=rank.group)
+        model = replicated(rank, digits, shares=8)
         lockstep.shares.audit(model, every=every)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         audited = 0
@@ -1354,8 +1241,7 @@ def flips_until_found(rank, seed, every, broken=1):
     data = lockstep.shares.GlobalBatches(ROWS, 4, 4, seed=seed, process_group=rank.group)
     for steps, batch in enumerate(forever(data), 1):
         try:
-            for (x,) in batch:
-                model(x).sum().backward()
+            backward(model, batch)
         except AuditError as error:
             return steps, str(error), f"the gradient of {name} is the first of 1 tensors that differ, of 4"
     raise AssertionError
@@ -1379,24 +1265,19 @@ def test_a_hundred_bits_are_found_within_the_expected_number_of_steps():
     assert 4 < sum(steps) / 100 < 8
 
 
-def test_a_kernel_that_is_not_deterministic_is_found_by_one_rank():
-    def work(rank):
-        model, data = linear(rank)
-        lockstep.shares.audit(model, every=1)
-        calls = itertools.count()
-        model.weight.register_hook(lambda gradient: gradient + 1e-6 * next(calls))
-        with pytest.raises(AuditError, match=r"share \d of batch 0 of epoch 0, which rank 0 has computed"):
-            for (x,) in next(iter(data)):
-                model(x).sum().backward()
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_a_kernel_that_is_not_deterministic_is_found_by_one_rank(rank):
+    model, data = linear(rank)
+    lockstep.shares.audit(model, every=1)
+    calls = itertools.count()
+    model.weight.register_hook(lambda gradient: gradient + 1e-6 * next(calls))
+    with pytest.raises(AuditError, match=r"share \d of batch 0 of epoch 0, which rank 0 has computed"):
+        backward(model, next(iter(data)))
 
 
-def test_audits_that_make_no_sense():
-    def work(rank):
-        with pytest.raises(OptionError, match="without shares"):
-            lockstep.shares.audit(lockstep.replicate(nn.Linear(1, 1), process_group=rank.group))
-        with pytest.raises(OptionError, match="whole number above 0"):
-            lockstep.shares.audit(linear(rank)[0], every=0)
-
-    run_ranks(1, work)
+@on_ranks(1)
+def test_audits_that_make_no_sense(rank):
+    with pytest.raises(OptionError, match="without shares"):
+        lockstep.shares.audit(lockstep.replicate(nn.Linear(1, 1), process_group=rank.group))
+    with pytest.raises(OptionError, match="whole number above 0"):
+        lockstep.shares.audit(linear(rank)[0], every=0)

@@ -16,6 +16,7 @@ import threaded
 from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError, PeerError
 from lockstep.shares import share_exchange as reduction
 from lockstep.shares.module import ShareModule
+from programs.ranks import on_ranks
 from share_runs import forever
 from threaded import count_collectives, run_ranks
 
@@ -346,25 +347,23 @@ def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothi
     assert len(first) == 5
 
 
-def test_a_buffer_that_one_rank_has_written_before_a_step_that_cannot_begin_is_found_in_the_next_one():
-    def work(rank):
-        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
-        found = []
-        for number, batch in enumerate(itertools.islice(forever(data), 4)):
+@on_ranks(2)
+def test_a_buffer_that_one_rank_has_written_before_a_step_that_cannot_begin_is_found_in_the_next_one(rank):
+    model = lockstep.replicate(network(), shares=4, process_group=rank.group)
+    data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+    found = []
+    for number, batch in enumerate(itertools.islice(forever(data), 4)):
+        if number == 2 and rank.rank == 1:
+            handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+            model[1].running_mean.fill_(3.0)
+        try:
+            for (x,) in batch:
+                model(x.float()).square().sum().backward()
+        except (NotReplicableError, OutOfSyncError, PeerError) as error:
+            found.append(type(error).__name__)
             if number == 2 and rank.rank == 1:
-                handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-                model[1].running_mean.fill_(3.0)
-            try:
-                for (x,) in batch:
-                    model(x.float()).square().sum().backward()
-            except (NotReplicableError, OutOfSyncError, PeerError) as error:
-                found.append(type(error).__name__)
-                if number == 2 and rank.rank == 1:
-                    handle.remove()
-        return found
-
-    assert run_ranks(2, work) == [["PeerError", "OutOfSyncError"], ["NotReplicableError", "OutOfSyncError"]]
+                handle.remove()
+    assert found == [["PeerError", "OutOfSyncError"], ["NotReplicableError", "OutOfSyncError"]][rank.rank]
 
 
 @pytest.mark.parametrize("hosts", ["--", "aa"])

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 import lockstep
 from lockstep.errors import AgreementError, AuditError, PeerError
 from processes import run_processes
+from programs.ranks import on_ranks
 from share_runs import MODELS, data_of, forever, make_optimizer
 from threaded import run_ranks
 
@@ -64,20 +65,16 @@ def test_the_same_bits_in_processes_that_share_memory(model):
     assert run_processes(2, in_processes, model, device="sim") == alone * 2
 
 
-def test_a_bit_that_is_turned_over_on_an_accelerator_is_found():
-    def work(rank):
-        model = lockstep.replicate(nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
-        lockstep.shares.audit(model, every=1)
-        if rank.rank == 1:
-            model.weight.register_hook(lambda gradient: gradient + 1)
-        with torch.device("cpu"):
-            rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
-        for (x,) in next(iter(lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group))):
-            model(x.to(rank.device)).sum().backward()
-
-    for error in run_ranks(2, work, device="sim", errors=True):
-        assert isinstance(error, AuditError)
-        assert "gradient of weight" in str(error)
+@on_ranks(2, raises=AuditError, says="gradient of weight", device="sim")
+def test_a_bit_that_is_turned_over_on_an_accelerator_is_found(rank):
+    model = lockstep.replicate(nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
+    lockstep.shares.audit(model, every=1)
+    if rank.rank == 1:
+        model.weight.register_hook(lambda gradient: gradient + 1)
+    with torch.device("cpu"):
+        rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
+    for (x,) in next(iter(lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group))):
+        model(x.to(rank.device)).sum().backward()
 
 
 def moved(rank, where, alone=False):
@@ -144,15 +141,14 @@ def waits(rank, sim, sizes):
 
 
 @pytest.mark.parametrize("sizes", [[2], [600, 600]], ids=["small", "large"])
-def test_the_host_waits_for_the_other_hosts_and_not_for_the_device(sim, sizes):
-    def of_rank(rank):
-        found = waits(rank, sim, sizes)
-        return [line for line in found if line.device == str(rank.device)]
-
-    assert run_ranks(2, of_rank, device="sim") == [[], []]
+@on_ranks(2, device="sim")
+def test_the_host_waits_for_the_other_hosts_and_not_for_the_device(rank, sim, sizes):
+    found = waits(rank, sim, sizes)
+    assert [line for line in found if line.device == str(rank.device)] == []
 
 
-def reads_of_buffers(rank, sim):
+@on_ranks(1, device="sim")
+def test_changes_of_all_buffers_are_read_at_once(rank, sim):
     """How often each share of the third step reads from the accelerator, with twelve buffers."""
     model = nn.Sequential(nn.Linear(1, 3), *[nn.BatchNorm1d(3) for _ in range(4)], nn.Linear(3, 1))
     model = lockstep.replicate(model, shares=4, process_group=rank.group)
@@ -166,8 +162,4 @@ def reads_of_buffers(rank, sim):
             model(x.to(rank.device)).sum().backward()
             found.append(len(sim.stream_log()))
     log = sim.stream_log()
-    return [sum(line.action.startswith("sync") for line in log[a:b]) for a, b in itertools.pairwise(found)]
-
-
-def test_changes_of_all_buffers_are_read_at_once(sim):
-    assert run_ranks(1, reads_of_buffers, sim, device="sim") == [[1, 1, 1]]
+    assert [sum(line.action.startswith("sync") for line in log[a:b]) for a, b in itertools.pairwise(found)] == [1, 1, 1]

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.distributed import load_training_state_dict, training_state_dict
 from lockstep.errors import AgreementError, OptionError
+from programs.ranks import on_ranks, replicated
 from share_runs import data_of, digits, forever, make_optimizer
 from threaded import count_collectives, run_ranks
 
@@ -85,9 +86,7 @@ def test_the_error_does_not_grow_with_the_number_of_shares():
 
 def test_half_the_bytes():
     def counted(rank, reduce_dtype):
-        model = lockstep.replicate(
-            rank.make(lambda: nn.Linear(100, 100)), shares=4, process_group=rank.group, reduce_dtype=reduce_dtype
-        )
+        model = replicated(rank, lambda: nn.Linear(100, 100), shares=4, reduce_dtype=reduce_dtype)
         batches = lockstep.shares.GlobalBatches(TensorDataset(torch.ones(8, 100)), 4, 4, process_group=rank.group)
         for batch in batches:
             with count_collectives(rank) as seen:
@@ -104,15 +103,11 @@ def test_float16_is_refused_as_a_sum_may_be_too_large():
         lockstep.replicate(nn.Linear(2, 1), shares=2, reduce_dtype=torch.float16)
 
 
-def test_ranks_that_differ_and_runs_that_were_saved_with_something_else():
-    def differ(rank):
-        with pytest.raises(AgreementError, match="option reduce_dtype"):
-            lockstep.replicate(
-                rank.make(digits), shares=8, process_group=rank.group, reduce_dtype=(None, torch.bfloat16)[rank.rank]
-            )
-        model = lockstep.replicate(rank.make(digits), shares=8, process_group=rank.group)
-        other = lockstep.replicate(rank.make(digits), shares=8, process_group=rank.group, reduce_dtype=torch.bfloat16)
-        with pytest.raises(AgreementError, match=r"reduce_dtype was None, now it is torch.bfloat16"):
-            load_training_state_dict(other, training_state_dict(model))
-
-    run_ranks(2, differ)
+@on_ranks(2)
+def test_ranks_that_differ_and_runs_that_were_saved_with_something_else(rank):
+    with pytest.raises(AgreementError, match="option reduce_dtype"):
+        replicated(rank, digits, shares=8, reduce_dtype=(None, torch.bfloat16)[rank.rank])
+    model = replicated(rank, digits, shares=8)
+    other = replicated(rank, digits, shares=8, reduce_dtype=torch.bfloat16)
+    with pytest.raises(AgreementError, match=r"reduce_dtype was None, now it is torch.bfloat16"):
+        load_training_state_dict(other, training_state_dict(model))
