@@ -17,6 +17,7 @@ from lockstep.sharding import shard_optimizer
 from lockstep.sharding.granularity import TABLE, granularity_of
 from lockstep.sharding.optimizer import shards_of
 from lockstep.sharding.partition import cut_evenly
+from programs.ranks import on_ranks
 from sharded_runs import adamw, equal, made, replicated, train, values
 from threaded import run_ranks
 
@@ -259,12 +260,10 @@ def test_a_known_optimizer_may_be_given_whole_parameters():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_not_cut_on_the_cpu(dtype):
+@on_ranks(2)
+def test_half_precision_is_not_cut_on_the_cpu(rank, dtype):
     """ASGD's average of 300,007 elements, stepped by three threads, differed in a slice."""
-
-    def places(rank):
-        model = replicated(rank, lambda: nn.Linear(37, 50).to(dtype))
-        placement = shards_of(made(adamw, model, True)).placement
-        return [each.is_whole for each in placement.placed], [len(pieces) for pieces in placement.by_rank]
-
-    assert run_ranks(2, places) == [([True, True], [1, 1])] * 2
+    model = replicated(rank, lambda: nn.Linear(37, 50).to(dtype))
+    placement = shards_of(made(adamw, model, True)).placement
+    assert [each.is_whole for each in placement.placed] == [True, True]
+    assert [len(pieces) for pieces in placement.by_rank] == [1, 1]

@@ -17,6 +17,7 @@ import lockstep
 from lockstep.errors import AgreementError, LayoutError, OptionError, PeerError, ShardingError
 from lockstep.sharding import ShardedOptimizer, full_state_dict, shard_optimizer
 from lockstep.sharding.optimizer import shards_of
+from programs.ranks import on_ranks
 from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
 from tensor_classes import Packed
 from threaded import run_ranks
@@ -256,18 +257,16 @@ def test_methods_that_switch_the_weights_run_on_each_ranks_part(granularity, hos
     assert equal(run_ranks(3, switched, False, hosts=hosts), run_ranks(3, switched, True, hosts=hosts))
 
 
-def test_ranks_that_do_different_things_are_an_error_on_both():
-    def different(rank):
-        model = replicated(rank)
-        optimizer = made(ScheduleFree, model, True, "tensor")
-        train(rank, model, optimizer, range(1))
-        before = values(model)
-        with pytest.raises(AgreementError, match=r"differ in what they do .*: step 2 on rank 0, eval\(\) on rank 1"):
-            optimizer.eval() if rank.rank else optimizer.step()
-        assert equal(before, values(model))
-        optimizer.eval()
-
-    run_ranks(2, different)
+@on_ranks(2)
+def test_ranks_that_do_different_things_are_an_error_on_both(rank):
+    model = replicated(rank)
+    optimizer = made(ScheduleFree, model, True, "tensor")
+    train(rank, model, optimizer, range(1))
+    before = values(model)
+    with pytest.raises(AgreementError, match=r"differ in what they do .*: step 2 on rank 0, eval\(\) on rank 1"):
+        optimizer.eval() if rank.rank else optimizer.step()
+    assert equal(before, values(model))
+    optimizer.eval()
 
 
 # ----------------------------------------------------------------- what is stepped has been reduced
@@ -405,97 +404,85 @@ class Rows(Base):
     ],
 )
 @pytest.mark.parametrize("on_one_rank", [False, True])
-def test_a_call_that_is_refused_leaves_the_optimizer_as_it_was(kind, granularity, words, on_one_rank):
-    def refused(rank):
-        model = replicated(rank)
-        fails = rank.rank == 1 or not on_one_rank
-        optimizer = kind(list(model.parameters())) if fails else adamw(model.parameters())
-        kept = vars(optimizer)
-        before, state = dict(kept), dict(kept.get("state", {}))
-        with pytest.raises((ShardingError, OptionError) if fails else PeerError, match=words):
-            shard_optimizer(optimizer, granularity=granularity if fails else None)
-        assert kept.keys() == before.keys()
-        assert all(kept[name] is value for name, value in before.items())
-        assert dict(kept.get("state", {})) == state
-        assert not isinstance(optimizer, ShardedOptimizer)
-        train(rank, model, shard_optimizer(adamw(model.parameters())), range(1))
-
-    run_ranks(2, refused)
+@on_ranks(2)
+def test_a_call_that_is_refused_leaves_the_optimizer_as_it_was(rank, kind, granularity, words, on_one_rank):
+    model = replicated(rank)
+    fails = rank.rank == 1 or not on_one_rank
+    optimizer = kind(list(model.parameters())) if fails else adamw(model.parameters())
+    kept = vars(optimizer)
+    before, state = dict(kept), dict(kept.get("state", {}))
+    with pytest.raises((ShardingError, OptionError) if fails else PeerError, match=words):
+        shard_optimizer(optimizer, granularity=granularity if fails else None)
+    assert kept.keys() == before.keys()
+    assert all(kept[name] is value for name, value in before.items())
+    assert dict(kept.get("state", {})) == state
+    assert not isinstance(optimizer, ShardedOptimizer)
+    train(rank, model, shard_optimizer(adamw(model.parameters())), range(1))
 
 
-def test_random_numbers_in_the_first_step_are_an_error_on_all_ranks():
-    def noisy(rank):
-        model = replicated(rank)
-        before = values(model)
-        optimizer = made(Noisy, model, True, "tensor")
-        backward(rank, model, 0)
-        with pytest.raises((ShardingError, PeerError), match=r"Noisy\.step\(\) draws random numbers"):
-            optimizer.step()
-        return equal(before, values(model))
-
-    assert run_ranks(2, noisy) == [True, True]
-
-
-def test_an_option_that_a_step_makes_of_several_parameters_is_an_error_in_the_next():
-    def adapting(rank):
-        model = replicated(rank)
-        optimizer = made(AdaptsToAll, model, True, "tensor")
-        backward(rank, model, 0)
+@on_ranks(2)
+def test_random_numbers_in_the_first_step_are_an_error_on_all_ranks(rank):
+    model = replicated(rank)
+    before = values(model)
+    optimizer = made(Noisy, model, True, "tensor")
+    backward(rank, model, 0)
+    with pytest.raises((ShardingError, PeerError), match=r"Noisy\.step\(\) draws random numbers"):
         optimizer.step()
-        with pytest.raises(AgreementError, match=r"'lr': .*; if AdaptsToAll\.step\(\) changes it by what it sees"):
-            optimizer.step()
-
-    run_ranks(2, adapting)
+    assert equal(before, values(model))
 
 
-def test_state_that_does_not_belong_to_single_elements_is_not_cut():
-    def cut(rank):
-        model = replicated(rank)
-        before = values(model)
-        optimizer = made(Rows, model, True, "element")
-        backward(rank, model, 0)
-        with pytest.raises((ShardingError, PeerError), match=r"Rows has a Tensor of shape \(2,\) in its state"):
-            optimizer.step()
-        return equal(before, values(model))
+@on_ranks(2)
+def test_an_option_that_a_step_makes_of_several_parameters_is_an_error_in_the_next(rank):
+    model = replicated(rank)
+    optimizer = made(AdaptsToAll, model, True, "tensor")
+    backward(rank, model, 0)
+    optimizer.step()
+    with pytest.raises(AgreementError, match=r"'lr': .*; if AdaptsToAll\.step\(\) changes it by what it sees"):
+        optimizer.step()
 
-    assert run_ranks(2, cut) == [True, True]
+
+@on_ranks(2)
+def test_state_that_does_not_belong_to_single_elements_is_not_cut(rank):
+    model = replicated(rank)
+    before = values(model)
+    optimizer = made(Rows, model, True, "element")
+    backward(rank, model, 0)
+    with pytest.raises((ShardingError, PeerError), match=r"Rows has a Tensor of shape \(2,\) in its state"):
+        optimizer.step()
+    assert equal(before, values(model))
 
 
 # ----------------------------------------------------------------------- one rank does something else
 
 
-def test_state_that_one_rank_alone_has_loaded_is_an_error_on_all():
-    def loading(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(2))
-        state = full_state_dict(optimizer, all_ranks=True)
-        train(rank, model, optimizer, range(2, 3))
-        if rank.rank == 0:
-            optimizer.load_state_dict(state)
-        words = "the state since the last step .*: has been loaded on rank 0, has not been loaded on rank 1"
-        with pytest.raises(AgreementError, match=words):
-            optimizer.step()
-        if rank.rank == 1:
-            optimizer.load_state_dict(state)
+@on_ranks(2)
+def test_state_that_one_rank_alone_has_loaded_is_an_error_on_all(rank):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    train(rank, model, optimizer, range(2))
+    state = full_state_dict(optimizer, all_ranks=True)
+    train(rank, model, optimizer, range(2, 3))
+    if rank.rank == 0:
+        optimizer.load_state_dict(state)
+    words = "the state since the last step .*: has been loaded on rank 0, has not been loaded on rank 1"
+    with pytest.raises(AgreementError, match=words):
         optimizer.step()
-
-    run_ranks(2, loading)
+    if rank.rank == 1:
+        optimizer.load_state_dict(state)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
-def test_a_weight_that_one_rank_alone_has_transposed_is_an_error_on_all(granularity):
-    def transposed(rank):
-        model = replicated(rank, lambda: nn.Sequential(nn.Linear(37, 37), nn.Linear(37, 4)))
-        optimizer = made(adamw, model, True, granularity)
-        train(rank, model, optimizer, range(1))
-        backward(rank, model, 1)
-        if rank.rank == 1:
-            model[0].weight.data = model[0].weight.data.t()
-        with pytest.raises((LayoutError, AgreementError, PeerError), match=r"another memory format|their parts"):
-            optimizer.step()
-
-    run_ranks(2, transposed)
+@on_ranks(2)
+def test_a_weight_that_one_rank_alone_has_transposed_is_an_error_on_all(rank, granularity):
+    model = replicated(rank, lambda: nn.Sequential(nn.Linear(37, 37), nn.Linear(37, 4)))
+    optimizer = made(adamw, model, True, granularity)
+    train(rank, model, optimizer, range(1))
+    backward(rank, model, 1)
+    if rank.rank == 1:
+        model[0].weight.data = model[0].weight.data.t()
+    with pytest.raises((LayoutError, AgreementError, PeerError), match=r"another memory format|their parts"):
+        optimizer.step()
 
 
 def test_a_parameter_that_is_taken_out_of_its_group_leaves_and_comes_back_with_its_state():
@@ -520,7 +507,8 @@ def test_a_parameter_that_is_taken_out_of_its_group_leaves_and_comes_back_with_i
         assert equal(run_ranks(2, changing, False, None), run_ranks(2, changing, True, granularity))
 
 
-def test_a_rank_that_has_loaded_state_after_a_failed_step_does_not_wait_for_the_others():
+@on_ranks(2)
+def test_a_rank_that_has_loaded_state_after_a_failed_step_does_not_wait_for_the_others(rank):
     class Failing(Base):
         fails = False
 
@@ -529,23 +517,20 @@ def test_a_rank_that_has_loaded_state_after_a_failed_step_does_not_wait_for_the_
             if self.fails:
                 raise ValueError("on purpose")
 
-    def failing(rank):
-        model = replicated(rank)
-        optimizer = made(Failing, model, True, "tensor")
-        train(rank, model, optimizer, range(1))
-        state = full_state_dict(optimizer, all_ranks=True)
-        optimizer.fails = rank.rank == 0
-        with pytest.raises((ValueError, PeerError), match="on purpose"):
-            optimizer.step()
-        optimizer.fails = False
-        if rank.rank == 0:
-            optimizer.load_state_dict(state)
-        with pytest.raises((ShardingError, PeerError), match=r"has failed.*Load a checkpoint"):
-            optimizer.step()
-        optimizer.load_state_dict(state)
+    model = replicated(rank)
+    optimizer = made(Failing, model, True, "tensor")
+    train(rank, model, optimizer, range(1))
+    state = full_state_dict(optimizer, all_ranks=True)
+    optimizer.fails = rank.rank == 0
+    with pytest.raises((ValueError, PeerError), match="on purpose"):
         optimizer.step()
-
-    run_ranks(2, failing)
+    optimizer.fails = False
+    if rank.rank == 0:
+        optimizer.load_state_dict(state)
+    with pytest.raises((ShardingError, PeerError), match=r"has failed.*Load a checkpoint"):
+        optimizer.step()
+    optimizer.load_state_dict(state)
+    optimizer.step()
 
 
 # ------------------------------------------------------------------------------- between the steps

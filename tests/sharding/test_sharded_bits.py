@@ -18,6 +18,7 @@ import threaded
 from lockstep.sharding import ShardedOptimizer, full_state_dict, shard_optimizer, streams
 from lockstep.sharding.optimizer import shards_of
 from processes import run_processes
+from programs.ranks import on_ranks
 from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
 from threaded import count_collectives, run_ranks
 
@@ -163,21 +164,19 @@ class AveragedAdamW(torch.optim.AdamW):
         return loss
 
 
-def test_a_moving_average_in_the_state_is_sharded_with_it():
-    def averaged(rank):
-        model = replicated(rank)
-        optimizer = made(AveragedAdamW, model, True, "element")
-        averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        for step in range(3):
-            train(rank, model, optimizer, range(step, step + 1))
-            averages.update_parameters(model)
-        held = sum(state["average"].numel() for state in shards_of(optimizer).placement.state.values())
-        state = full_state_dict(optimizer, all_ranks=True)["state"]
-        return held, [state[number]["average"] for number in range(len(state))], values(averages)
-
-    for held, found, expected in run_ranks(2, averaged):
-        assert equal(found, expected)
-        assert abs(held - sum(each.numel() for each in expected) / 2) <= 128
+@on_ranks(2)
+def test_a_moving_average_in_the_state_is_sharded_with_it(rank):
+    model = replicated(rank)
+    optimizer = made(AveragedAdamW, model, True, "element")
+    averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(3):
+        train(rank, model, optimizer, range(step, step + 1))
+        averages.update_parameters(model)
+    held = sum(state["average"].numel() for state in shards_of(optimizer).placement.state.values())
+    state = full_state_dict(optimizer, all_ranks=True)["state"]
+    found, expected = [state[number]["average"] for number in range(len(state))], values(averages)
+    assert equal(found, expected)
+    assert abs(held - sum(each.numel() for each in expected) / 2) <= 128
 
 
 def test_groups_that_are_added_layers_that_are_frozen_and_unfrozen():
@@ -337,22 +336,19 @@ def test_all_chunks_in_shared_memory_are_gathered_in_one_collective(monkeypatch)
     assert run_ranks(3, counted, hosts="aaa") == [["gather_in_chunks"]] * 3
 
 
-def test_a_step_costs_one_small_sum_and_the_weights():
-    def counted(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(1))
-        backward(rank, model, 1)
-        with count_collectives(rank) as seen:
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-        weights = sum(each.numel() for each in model.parameters())
-        return [(each.name, each.numel) for each in seen], weights
-
-    for seen, weights in run_ranks(2, counted):
-        (first, head), (second, nbytes) = seen
-        assert (first, head, second) == ("all_reduce", 1024, "all_gather_single")
-        assert 2 * weights <= nbytes <= 2 * weights + 8 + 64 + 128 * 4
+@on_ranks(2)
+def test_a_step_costs_one_small_sum_and_the_weights(rank):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    train(rank, model, optimizer, range(1))
+    backward(rank, model, 1)
+    with count_collectives(rank) as seen:
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    weights = sum(each.numel() for each in model.parameters())
+    (first, head), (second, nbytes) = [(each.name, each.numel) for each in seen]
+    assert (first, head, second) == ("all_reduce", 1024, "all_gather_single")
+    assert 2 * weights <= nbytes <= 2 * weights + 8 + 64 + 128 * 4
 
 
 @pytest.mark.parametrize(
@@ -384,13 +380,11 @@ def test_the_state_is_divided_by_the_number_of_ranks():
             assert abs(nbytes - 8 / world) < 0.02 * 8 / world
 
 
-def test_a_deep_copy_of_the_module_is_not_changed_by_steps():
-    def copied(rank):
-        model = replicated(rank)
-        before = copy.deepcopy(model)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(1))
-        return values(before), values(rank.make(network))
-
-    for kept, expected in run_ranks(2, copied):
-        assert equal(kept, expected)
+@on_ranks(2)
+def test_a_deep_copy_of_the_module_is_not_changed_by_steps(rank):
+    model = replicated(rank)
+    before = copy.deepcopy(model)
+    optimizer = made(adamw, model, True)
+    train(rank, model, optimizer, range(1))
+    kept, expected = values(before), values(rank.make(network))
+    assert equal(kept, expected)

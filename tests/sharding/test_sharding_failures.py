@@ -25,6 +25,7 @@ from lockstep.errors import (
 from lockstep.sharding import full_state_dict, shard_optimizer, streams
 from lockstep.sharding.optimizer import shards_of
 from processes import run_processes
+from programs.ranks import on_ranks
 from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
 from threaded import run_ranks
 
@@ -77,18 +78,16 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_b
     assert equal(run_ranks(world, failing, hosts=hosts), run_ranks(world, plain, hosts=hosts))
 
 
-def test_a_step_that_is_interrupted_leaves_an_optimizer_that_says_so():
-    def interrupted(rank):
-        model = replicated(rank)
-        optimizer = made(failing_sgd, model, True, "element")
-        backward(rank, model, 0)
-        optimizer.fails = Interrupt
-        with pytest.raises(Interrupt):
-            optimizer.step()
-        with pytest.raises(ShardingError, match="step 1 of the optimizer was cut short"):
-            optimizer.step()
-
-    run_ranks(2, interrupted)
+@on_ranks(2)
+def test_a_step_that_is_interrupted_leaves_an_optimizer_that_says_so(rank):
+    model = replicated(rank)
+    optimizer = made(failing_sgd, model, True, "element")
+    backward(rank, model, 0)
+    optimizer.fails = Interrupt
+    with pytest.raises(Interrupt):
+        optimizer.step()
+    with pytest.raises(ShardingError, match="step 1 of the optimizer was cut short"):
+        optimizer.step()
 
 
 class Interrupt(BaseException):
@@ -149,53 +148,47 @@ def test_ranks_that_differ_are_an_error_by_name_and_nothing_is_changed(change, w
 
 
 @pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
-def test_gradients_of_one_rank_alone_are_an_error():
-    def local(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        with lockstep.accumulate(model, last=False):
-            backward(rank, model, 0)
+@on_ranks(2)
+def test_gradients_of_one_rank_alone_are_an_error(rank):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    with lockstep.accumulate(model, last=False):
+        backward(rank, model, 0)
+    with pytest.raises(ShardingError, match="gradients are those of one rank alone"):
+        optimizer.step()
+    backward(rank, model, 1)
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
+@on_ranks(2)
+def test_gradients_of_one_rank_alone_are_an_error_also_of_modules_that_were_replicated_later(rank):
+    first, second = replicated(rank), replicated(rank)
+    optimizer = made(adamw, first, True)
+    optimizer.add_param_group({"params": list(second.parameters())})
+    again = lockstep.DistributedDataParallel(first, process_group=rank.group)
+    for module in (second, again):
+        with module.no_sync():
+            backward(rank, module, 1)
         with pytest.raises(ShardingError, match="gradients are those of one rank alone"):
             optimizer.step()
-        backward(rank, model, 1)
+        optimizer.zero_grad()
+        backward(rank, module, 2)
         optimizer.step()
 
-    run_ranks(2, local)
-
 
 @pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
-def test_gradients_of_one_rank_alone_are_an_error_also_of_modules_that_were_replicated_later():
-    def local(rank):
-        first, second = replicated(rank), replicated(rank)
-        optimizer = made(adamw, first, True)
-        optimizer.add_param_group({"params": list(second.parameters())})
-        again = lockstep.DistributedDataParallel(first, process_group=rank.group)
-        for module in (second, again):
-            with module.no_sync():
-                backward(rank, module, 1)
-            with pytest.raises(ShardingError, match="gradients are those of one rank alone"):
-                optimizer.step()
-            optimizer.zero_grad()
-            backward(rank, module, 2)
-            optimizer.step()
-
-    run_ranks(2, local)
-
-
-@pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
-def test_only_one_rank_has_local_gradients_and_all_raise():
-    def local(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        backward(rank, model, 0)
-        if rank.rank:
-            model.set_requires_gradient_sync(False)
-            backward(rank, model, 1)
-        kind, words = (ShardingError, "one rank alone") if rank.rank else (PeerError, "rank 1 cannot take step 1")
-        with pytest.raises(kind, match=words):
-            optimizer.step()
-
-    run_ranks(2, local)
+@on_ranks(2)
+def test_only_one_rank_has_local_gradients_and_all_raise(rank):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    backward(rank, model, 0)
+    if rank.rank:
+        model.set_requires_gradient_sync(False)
+        backward(rank, model, 1)
+    kind, words = (ShardingError, "one rank alone") if rank.rank else (PeerError, "rank 1 cannot take step 1")
+    with pytest.raises(kind, match=words):
+        optimizer.step()
 
 
 def join(rank):
@@ -308,58 +301,52 @@ def fail(number, _):
 # ------------------------------------------------------------------------------------- what is refused
 
 
-def test_an_optimizer_that_one_rank_alone_cannot_shard_is_an_error_on_all():
-    def refused(rank):
-        model = replicated(rank)
-        optimizer = adamw(model.parameters())
-        if rank.rank:
-            optimizer.step = lambda: None
-        kind, words = (ShardingError, "has been replaced") if rank.rank else (PeerError, "rank 1 cannot .*replaced")
-        with pytest.raises(kind, match=words):
-            shard_optimizer(optimizer)
-
-    run_ranks(2, refused)
+@on_ranks(2)
+def test_an_optimizer_that_one_rank_alone_cannot_shard_is_an_error_on_all(rank):
+    model = replicated(rank)
+    optimizer = adamw(model.parameters())
+    if rank.rank:
+        optimizer.step = lambda: None
+    kind, words = (ShardingError, "has been replaced") if rank.rank else (PeerError, "rank 1 cannot .*replaced")
+    with pytest.raises(kind, match=words):
+        shard_optimizer(optimizer)
 
 
-def test_uses_that_make_no_sense_are_refused():
-    def refused(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        with pytest.raises(AlreadyManagedError, match="has been sharded already"):
-            shard_optimizer(optimizer)
-        with pytest.raises(AlreadyManagedError, match=r"parameter 0\.weight has a sharded optimizer already"):
-            shard_optimizer(adamw(model[0].parameters()))
-        with pytest.raises(NotReplicableError, match="no parameter of this optimizer is in a replicated module"):
-            shard_optimizer(adamw(network().parameters()))
-        other = replicated(rank)
-        with pytest.raises(NotReplicableError, match=r"parameter 1 of group 0, of shape \(2,\), is in no replicated"):
-            shard_optimizer(adamw([other[0].weight, nn.Parameter(torch.zeros(2))]))
-        with pytest.raises(OptionError, match="differentiable=True"):
-            shard_optimizer(adamw(other.parameters(), differentiable=True))
-        with pytest.raises(NotReplicableError, match="is in no replicated module"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-        assert len(optimizer.param_groups) == 1
-
-    run_ranks(2, refused)
+@on_ranks(2)
+def test_uses_that_make_no_sense_are_refused(rank):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    with pytest.raises(AlreadyManagedError, match="has been sharded already"):
+        shard_optimizer(optimizer)
+    with pytest.raises(AlreadyManagedError, match=r"parameter 0\.weight has a sharded optimizer already"):
+        shard_optimizer(adamw(model[0].parameters()))
+    with pytest.raises(NotReplicableError, match="no parameter of this optimizer is in a replicated module"):
+        shard_optimizer(adamw(network().parameters()))
+    other = replicated(rank)
+    with pytest.raises(NotReplicableError, match=r"parameter 1 of group 0, of shape \(2,\), is in no replicated"):
+        shard_optimizer(adamw([other[0].weight, nn.Parameter(torch.zeros(2))]))
+    with pytest.raises(OptionError, match="differentiable=True"):
+        shard_optimizer(adamw(other.parameters(), differentiable=True))
+    with pytest.raises(NotReplicableError, match="is in no replicated module"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == 1
 
 
-def test_sparse_gradients_and_parameters_that_are_retyped_are_refused():
-    def refused(rank):
-        sparse = replicated(rank, lambda: nn.Embedding(50, 8, sparse=True))
-        optimizer = made(lambda p: torch.optim.SGD(p, lr=0.1), sparse, True)
-        sparse(torch.tensor([1, 2 + rank.rank])).sum().backward()
-        with pytest.raises(ShardingError, match="parameter weight has a sparse gradient"):
-            optimizer.step()
-        dense = replicated(rank)
-        optimizer = made(adamw, dense, True)
-        train(rank, dense, optimizer, range(1))
-        for parameter in dense.parameters():
-            parameter.data = parameter.data.double()
-            parameter.grad = torch.zeros_like(parameter)
-        with pytest.raises(LayoutError, match=r"parameter 0\.weight had dtype, shape and device .*float32.*float64"):
-            optimizer.step()
-
-    run_ranks(2, refused)
+@on_ranks(2)
+def test_sparse_gradients_and_parameters_that_are_retyped_are_refused(rank):
+    sparse = replicated(rank, lambda: nn.Embedding(50, 8, sparse=True))
+    optimizer = made(lambda p: torch.optim.SGD(p, lr=0.1), sparse, True)
+    sparse(torch.tensor([1, 2 + rank.rank])).sum().backward()
+    with pytest.raises(ShardingError, match="parameter weight has a sparse gradient"):
+        optimizer.step()
+    dense = replicated(rank)
+    optimizer = made(adamw, dense, True)
+    train(rank, dense, optimizer, range(1))
+    for parameter in dense.parameters():
+        parameter.data = parameter.data.double()
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(LayoutError, match=r"parameter 0\.weight had dtype, shape and device .*float32.*float64"):
+        optimizer.step()
 
 
 def test_parameters_whose_memory_has_moved_are_stepped_where_they_are():
@@ -386,19 +373,17 @@ def with_gaps(data):
 @pytest.mark.parametrize(
     ("change", "words"), [(transposed, "another memory format"), (with_gaps, "whose elements lie side by side")]
 )
-def test_parameters_whose_slices_of_state_no_longer_fit_are_refused(change, words):
-    def refused(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        model[2].weight.data = transposed(model[2].weight.data)  # it has no state yet
-        train(rank, model, optimizer, range(1))
-        model[0].weight.data = change(model[0].weight.data)
-        before = values(model)
-        with pytest.raises((LayoutError, PeerError), match=rf"parameter 0\.weight has .*{words}"):
-            train(rank, model, optimizer, range(1, 2))
-        return equal(values(model), before)
-
-    assert run_ranks(2, refused) == [True, True]
+@on_ranks(2)
+def test_parameters_whose_slices_of_state_no_longer_fit_are_refused(rank, change, words):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    model[2].weight.data = transposed(model[2].weight.data)  # it has no state yet
+    train(rank, model, optimizer, range(1))
+    model[0].weight.data = change(model[0].weight.data)
+    before = values(model)
+    with pytest.raises((LayoutError, PeerError), match=rf"parameter 0\.weight has .*{words}"):
+        train(rank, model, optimizer, range(1, 2))
+    assert equal(values(model), before)
 
 
 @pytest.mark.parametrize("make", [adamw, torch.optim.Adafactor])
@@ -424,16 +409,14 @@ def test_another_memory_format_before_state_is_loaded_or_after_it_is_saved(make)
     assert equal(run_ranks(2, changing, False), run_ranks(2, changing, True))
 
 
-def test_parameters_that_share_memory_are_refused():
-    def refused(rank):
-        def tied():
-            net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-            net[1].weight = net[0].weight
-            nn.utils.parametrizations.weight_norm(net[1])
-            return net
+@on_ranks(2)
+def test_parameters_that_share_memory_are_refused(rank):
+    def tied():
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        net[1].weight = net[0].weight
+        nn.utils.parametrizations.weight_norm(net[1])
+        return net
 
-        model = replicated(rank, tied)
-        with pytest.raises(LayoutError, match=r"parameters .*weight.* share memory"):
-            shard_optimizer(adamw(model.parameters()))
-
-    run_ranks(2, refused)
+    model = replicated(rank, tied)
+    with pytest.raises(LayoutError, match=r"parameters .*weight.* share memory"):
+        shard_optimizer(adamw(model.parameters()))

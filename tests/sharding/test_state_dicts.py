@@ -19,7 +19,8 @@ import lockstep
 from lockstep.errors import LayoutError, ShardingError
 from lockstep.sharding import StateSlice, full_state_dict, shard_optimizer
 from lockstep.sharding.partition import blocks_of
-from processes import run_processes
+from processes import on_processes, run_processes
+from programs.ranks import on_ranks
 from sharded_runs import adamw, equal, made, network, replicated, train, values
 from threaded import run_ranks
 
@@ -126,56 +127,51 @@ def test_the_fingerprint_is_that_of_the_plain_optimizer():
     assert run_ranks(2, printed, True) == run_ranks(2, printed, False)
 
 
-def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew():
-    def reset(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(2))
-        weight = next(iter(optimizer.state))
-        for change in (
-            lambda: optimizer.state.clear(),
-            lambda: optimizer.state.pop(weight),
-            lambda: optimizer.state.__setitem__(weight, {}),
-            lambda: optimizer.state[weight].update(exp_avg=torch.zeros_like(weight)),
-            lambda: (setattr(optimizer, "state", {}), optimizer.step()),
-        ):
-            with pytest.raises(ShardingError, match=r"cannot be changed through optimizer\.state"):
-                change()
-        optimizer.load_state_dict({**full_state_dict(optimizer, all_ranks=True), "state": {}})
-        before = values(model)
-        train(rank, model, optimizer, range(1))
-        return full_state_dict(optimizer, all_ranks=True)["state"][0]["step"].item(), equal(before, values(model))
-
-    assert run_ranks(2, reset) == [(1, False)] * 2
-
-
-def test_a_parameter_that_was_taken_out_of_its_group_has_no_state():
-    def taken_out(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(1))
-        optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
-        train(rank, model, optimizer, range(1, 2))
-        optimizer.load_state_dict(optimizer.state_dict())
-        return sorted(full_state_dict(optimizer, all_ranks=True)["state"])
-
-    assert run_ranks(2, taken_out) == [[0, 1, 2, 3, 4]] * 2
+@on_ranks(2)
+def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew(rank):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    train(rank, model, optimizer, range(2))
+    weight = next(iter(optimizer.state))
+    for change in (
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.pop(weight),
+        lambda: optimizer.state.__setitem__(weight, {}),
+        lambda: optimizer.state[weight].update(exp_avg=torch.zeros_like(weight)),
+        lambda: (setattr(optimizer, "state", {}), optimizer.step()),
+    ):
+        with pytest.raises(ShardingError, match=r"cannot be changed through optimizer\.state"):
+            change()
+    optimizer.load_state_dict({**full_state_dict(optimizer, all_ranks=True), "state": {}})
+    before = values(model)
+    train(rank, model, optimizer, range(1))
+    assert full_state_dict(optimizer, all_ranks=True)["state"][0]["step"].item() == 1
+    assert equal(before, values(model)) is False
 
 
-def test_a_sharded_state_dict_loads_into_the_same_number_of_ranks():
-    def reloaded(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(2))
-        kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-        train(rank, model, optimizer, range(2, 4))
-        after = values(model), full_state_dict(optimizer, all_ranks=True)
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(kept)
-        train(rank, model, optimizer, range(2, 4))
-        return equal(after, (values(model), full_state_dict(optimizer, all_ranks=True)))
+@on_ranks(2)
+def test_a_parameter_that_was_taken_out_of_its_group_has_no_state(rank):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    train(rank, model, optimizer, range(1))
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+    train(rank, model, optimizer, range(1, 2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert sorted(full_state_dict(optimizer, all_ranks=True)["state"]) == [0, 1, 2, 3, 4]
 
-    assert run_ranks(2, reloaded) == [True, True]
+
+@on_ranks(2)
+def test_a_sharded_state_dict_loads_into_the_same_number_of_ranks(rank):
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    train(rank, model, optimizer, range(2))
+    kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    train(rank, model, optimizer, range(2, 4))
+    after = values(model), full_state_dict(optimizer, all_ranks=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(kept)
+    train(rank, model, optimizer, range(2, 4))
+    assert equal(after, (values(model), full_state_dict(optimizer, all_ranks=True)))
 
 
 # --------------------------------------------------------------------- torch.distributed.checkpoint
@@ -215,26 +211,23 @@ def test_distributed_checkpoints_are_saved_and_loaded_on_any_number_of_ranks(nam
     assert all(equal(each, expected) for each in run_processes(loaded, dcp_load, tmp_path, name, sharded))
 
 
-def dcp_by_names(rank, folder):
+@pytest.mark.numpy
+@on_processes(2)
+def test_distributed_checkpoints_by_names(rank, tmp_path):
     """As PyTorch's guide does it: names instead of numbers, and state that is made when it is asked for."""
     model = replicated(rank)
     optimizer = made(adamw, model, True)
     train(rank, model, optimizer, range(2))
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
     expected = full_state_dict(optimizer, all_ranks=True)
     fresh = replicated(rank, network)
     other = made(adamw, fresh, True)
     state = {"optimizer": get_optimizer_state_dict(fresh, other)}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     options = StateDictOptions(strict=False)  # a rank has no state of what others step alone
     set_optimizer_state_dict(fresh, other, state["optimizer"], options=options)
     found = full_state_dict(other, all_ranks=True)
-    return equal(expected["state"], found["state"])
-
-
-@pytest.mark.numpy
-def test_distributed_checkpoints_by_names(tmp_path):
-    assert run_processes(2, dcp_by_names, tmp_path) == [True, True]
+    assert equal(expected["state"], found["state"])
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (1, 4, 1, 3)])
@@ -281,19 +274,17 @@ def test_a_run_is_resumed_on_another_number_of_ranks_with_or_without_sharding(sa
     assert equal(torch.load(next(tmp_path.glob("save-*/optimizer.pt")), weights_only=True), expected)
 
 
-def test_a_resume_that_fails_gives_back_the_slices(tmp_path):
-    def failing(rank):
-        saving(rank, tmp_path, True)
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(3))
-        before = full_state_dict(optimizer, all_ranks=True)
-        other = nn.Linear(2, 3)
-        with pytest.raises(lockstep.errors.CheckpointError):
-            lockstep.resume(tmp_path, optimizer=optimizer, model=other, group=rank.group)
-        return equal(before, full_state_dict(optimizer, all_ranks=True))
-
-    assert run_ranks(2, failing) == [True, True]
+@on_ranks(2)
+def test_a_resume_that_fails_gives_back_the_slices(rank, tmp_path):
+    saving(rank, tmp_path, True)
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    train(rank, model, optimizer, range(3))
+    before = full_state_dict(optimizer, all_ranks=True)
+    other = nn.Linear(2, 3)
+    with pytest.raises(lockstep.errors.CheckpointError):
+        lockstep.resume(tmp_path, optimizer=optimizer, model=other, group=rank.group)
+    assert equal(before, full_state_dict(optimizer, all_ranks=True))
 
 
 def test_state_of_a_frozen_layer_is_kept_when_it_is_sharded_or_loaded():
