@@ -15,7 +15,7 @@ import lockstep
 from lockstep.distributed.comm.group_state import sequence_number_on
 from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, PeerError
 from lockstep.loop import gather_rows
-from processes import run_processes
+from processes import on_processes
 from programs.ranks import on_ranks, replicated
 from small_modules import fails_in_backward
 from threaded import run_ranks
@@ -369,10 +369,7 @@ def test_one_process_needs_no_replicated_module():
     assert own == slice(0, 2)
 
 
-def not_replicated(rank):
+@on_processes(2)
+def test_several_ranks_need_a_replicated_module(rank):
     with pytest.raises(NotReplicableError, match="is not replicated"):
         gather_rows(torch.ones(2, 3), Encoder())
-
-
-def test_several_ranks_need_a_replicated_module():
-    run_processes(2, not_replicated)

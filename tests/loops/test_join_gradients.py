@@ -8,7 +8,7 @@ from torch import nn
 
 import lockstep
 from ddp_reference import both, ddp_class
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import x_of
 
 
@@ -34,8 +34,13 @@ def gradients(module):
     return [None if p.grad is None else p.grad.item() for p in module.parameters()]
 
 
-def epochs(rank, implementation, clear, size):
+@both
+@pytest.mark.parametrize("size", [1, 9000, 2**20], ids=["kept", "left to the gradients", "alone"])
+@pytest.mark.parametrize("clear", ["none", "zero"])
+@on_processes(2)
+def test_a_rank_that_has_run_out_begins_the_next_epoch_without_the_others_gradients(rank, implementation, clear, size):
     """Two epochs of one batch on rank 0 and three on rank 1; gradients are cleared after each step."""
+    end = None if clear == "none" else 0.0
     layer = nn.Linear(size, 1, bias=False)
     nn.init.ones_(layer.weight)
     ddp = ddp_class(implementation)(layer)
@@ -49,15 +54,7 @@ def epochs(rank, implementation, clear, size):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=clear == "none")
         seen.append(None if ddp.module.weight.grad is None else ddp.module.weight.grad[0, 0].item())
-    return seen
-
-
-@both
-@pytest.mark.parametrize("size", [1, 9000, 2**20], ids=["kept", "left to the gradients", "alone"])
-@pytest.mark.parametrize("clear", ["none", "zero"])
-def test_a_rank_that_has_run_out_begins_the_next_epoch_without_the_others_gradients(implementation, clear, size):
-    end = None if clear == "none" else 0.0
-    assert run_processes(2, epochs, implementation, clear, size) == [[15.0, end] * 2, [15.0, 15.0, 20.0, end] * 2]
+    assert seen == [[15.0, end] * 2, [15.0, 15.0, 20.0, end] * 2][rank.rank]
 
 
 def own_gradients(rank, synchronise):
@@ -84,7 +81,8 @@ def test_gradients_of_this_rank_alone_are_contributed_to_the_next_round():
     assert run_processes(2, own_gradients, False) == [([1.0, 1.0], [15.5, 0.5]), ([1.0, 1.0], [15.5, 0.5])]
 
 
-def with_a_new_layer(rank):
+@on_processes(2)
+def test_a_rank_that_has_run_out_has_no_gradient_of_a_new_layer(rank):
     """A layer is replaced before ``join``, in which rank 0 has no batch."""
     module = Branches()
     ddp = lockstep.DistributedDataParallel(module)
@@ -92,11 +90,7 @@ def with_a_new_layer(rank):
     with ddp.join():
         for _ in range(rank.rank):
             ddp(x_of(rank)).sum().backward()
-    return gradients(module)
-
-
-def test_a_rank_that_has_run_out_has_no_gradient_of_a_new_layer():
-    assert run_processes(2, with_a_new_layer) == [[None, None], [1.0, 1.0]]
+    assert gradients(module) == [[None, None], [1.0, 1.0]][rank.rank]
 
 
 def weights(rank):

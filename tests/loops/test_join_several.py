@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 import lockstep
 from ddp_reference import both, ddp_class
 from lockstep.errors import AgreementError, OptionError, PeerError
-from processes import run_processes
+from processes import on_processes, run_processes
 from small_modules import one_weight
 from tensor_classes import Hiding
 from threaded import count_collectives
@@ -62,10 +62,8 @@ def run(rank, use, implementation, initial):
 def test_several_wrappers_in_one_context(implementation, initial):
     alone = 1.0 if initial else 2.0
     second = 1.0 if implementation == "torch" else alone  # the option is the first wrapper's only, there
-    assert run_processes(2, run, one_after_the_other, implementation, initial) == [
-        [[1.5, 1.5]],
-        [[1.5, 1.5], [alone, second], [alone, second]],
-    ]
+    found = run_processes(2, run, one_after_the_other, implementation, initial)
+    assert found == [[[1.5, 1.5]], [[1.5, 1.5], [alone, second], [alone, second]]]
 
 
 @pytest.mark.parametrize("use", [together, the_other_way_round, one_of_another])
@@ -73,7 +71,8 @@ def test_forwards_and_backwards_of_several_wrappers_in_any_order(use):
     assert run_processes(2, run, use, "lockstep", True) == [[[1.5, 1.5]], [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]]]
 
 
-def with_small_buckets(rank):
+@on_processes(2)
+def test_wrappers_that_send_buckets_early(rank):
     """Outside of `join`, these send buckets before the end of backward."""
 
     def layers():
@@ -90,21 +89,16 @@ def with_small_buckets(rank):
             b.zero_grad()
             b(a(x)).sum().backward()
             seen.append([p.grad.item() for p in (*a.parameters(), *b.parameters())])
-    return seen
-
-
-def test_wrappers_that_send_buckets_early():
-    assert run_processes(2, with_small_buckets) == [[[1.5] * 6], [[1.5] * 6, [1.0] * 6, [1.0] * 6]]
+    assert seen == [[[1.5] * 6], [[1.5] * 6, [1.0] * 6, [1.0] * 6]][rank.rank]
 
 
 def test_a_wrapper_that_does_not_synchronise_beside_one_that_does():
-    assert run_processes(2, run, in_two_backwards_of_one, "lockstep", True) == [
-        [[1.5, 1.0]],
-        [[1.5, 2.0], [1.0, 2.0], [1.0, 2.0]],
-    ]
+    found = run_processes(2, run, in_two_backwards_of_one, "lockstep", True)
+    assert found == [[[1.5, 1.0]], [[1.5, 2.0], [1.0, 2.0], [1.0, 2.0]]]
 
 
-def again_before_the_next_forward(rank):
+@on_processes(2)
+def test_a_round_between_two_iterations_of_a_wrapper_is_none_of_them(rank):
     """Run a second backward through the second wrapper's last forward, after the next one of the first wrapper."""
     a, b = (lockstep.DistributedDataParallel(one_weight()) for _ in range(2))
     seen, kept = [], []
@@ -122,17 +116,13 @@ def again_before_the_next_forward(rank):
             kept = [b(x).sum()]
             kept[0].backward(retain_graph=True)
             seen.append([a.module.weight.grad.item(), b.module.weight.grad.item()])
-    return seen
+    found = seen
+    assert found == [[[1.5, 1.5]], [[1.5, 1.5], 1.0, [1.0, 1.0], 1.0, [1.0, 1.0]]][rank.rank]
 
 
-def test_a_round_between_two_iterations_of_a_wrapper_is_none_of_them():
-    assert run_processes(2, again_before_the_next_forward) == [
-        [[1.5, 1.5]],
-        [[1.5, 1.5], 1.0, [1.0, 1.0], 1.0, [1.0, 1.0]],
-    ]
-
-
-def after(rank, how):
+@pytest.mark.parametrize("how", ["join()", "Join", "join() that raised"])
+@on_processes(2)
+def test_after_join_forward_does_not_communicate(rank, how):
     """Forwards of one rank alone when the context is over."""
     ddp = lockstep.DistributedDataParallel(one_weight())
     x = torch.ones(1, 1)
@@ -162,12 +152,7 @@ def after(rank, how):
         for _ in range(1 + rank.rank):
             ddp.zero_grad()
             ddp(x * (rank.rank + 1)).sum().backward()
-    return forwards, again, ddp.module.weight.grad.item()
-
-
-@pytest.mark.parametrize("how", ["join()", "Join", "join() that raised"])
-def test_after_join_forward_does_not_communicate(how):
-    assert run_processes(2, after, how) == [(0, 1.5, 1.5), (0, 1.5, 1.0)]
+    assert (forwards, again, ddp.module.weight.grad.item()) == [(0, 1.5, 1.5), (0, 1.5, 1.0)][rank.rank]
 
 
 def hiding_buffer_fails(rank):
@@ -246,10 +231,8 @@ def test_more_forwards_than_ranks_that_have_run_out_can_follow_are_named(use, se
 
 
 def test_a_wrapper_that_is_not_the_first_may_run_more_often_in_an_iteration():
-    assert run_processes(2, run, of_one_generated_batch, "lockstep", True) == [
-        [[1.5, 1.5]],
-        [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]],
-    ]
+    found = run_processes(2, run, of_one_generated_batch, "lockstep", True)
+    assert found == [[[1.5, 1.5]], [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]]]
 
 
 def the_second_one_first(a, b, x):
@@ -263,7 +246,8 @@ def test_forward_of_the_first_wrapper_comes_first():
         assert said.startswith(f"rank {number}, in join(): forward of Linear has come before that of Linear"), said
 
 
-def behind_an_optimizer(rank):
+@on_processes(2)
+def test_a_context_whose_first_is_no_module(rank):
     """Every rank has as many batches; the first in the context is no module, and nothing is known of its order."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit.script
 
@@ -274,8 +258,4 @@ def behind_an_optimizer(rank):
             optimizer.zero_grad()
             ddp(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
             optimizer.step()
-    return round(ddp.module.weight.item(), 6)
-
-
-def test_a_context_whose_first_is_no_module():
-    assert run_processes(2, behind_an_optimizer) == [0.7, 0.7]
+    assert round(ddp.module.weight.item(), 6) == 0.7

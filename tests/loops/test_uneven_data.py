@@ -621,10 +621,8 @@ def test_all_ranks_stop_at_the_same_step(rank):
 
 
 def test_a_flag_that_any_rank_has():
-    assert (
-        run_ranks(3, lambda rank: [lockstep.loop.agree(rank.rank == n, rank.group) for n in (1, 5)])
-        == [[True, False]] * 3
-    )
+    found = run_ranks(3, lambda rank: [lockstep.loop.agree(rank.rank == n, rank.group) for n in (1, 5)])
+    assert found == [[True, False]] * 3
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
