@@ -6,11 +6,12 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OutOfSyncError
+from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
 
 def trained(rank, **options):
-    net = lockstep.replicate(rank.make(lambda: nn.Linear(4, 3)), process_group=rank.group, **options)
+    net = replicated(rank, lambda: nn.Linear(4, 3), **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     net(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
@@ -78,21 +79,18 @@ def test_what_has_drifted_is_not_saved(change, tmp_path):
     assert first.startswith(CHANGES[change])
 
 
-def test_what_differs_by_design_is_saved(tmp_path):
+@on_ranks(2)
+def test_what_differs_by_design_is_saved(rank, tmp_path):
     """Modules that are not replicated, values of each rank, buffers, a sharded optimizer."""
-
-    def work(rank):
-        net, optimizer = trained(rank)
-        net.register_buffer("seen", torch.tensor(rank.rank))
-        average = nn.Linear(2, 2)
-        nn.init.constant_(average.weight, rank.rank)
-        own = lockstep.checkpoints.per_rank(average.weight.detach())
-        lockstep.save(tmp_path, model=net, optimizer=optimizer, average=average, own=own, group=rank.group)
-        net, optimizer = trained(rank, init_sync=False)
-        net.bias.data += rank.rank
-        lockstep.save(tmp_path, model=net, optimizer=optimizer, group=rank.group)
-        net, optimizer = trained(rank)
-        optimizer = lockstep.shard_optimizer(optimizer)
-        lockstep.save(tmp_path, model=net, optimizer=optimizer, group=rank.group)
-
-    run_ranks(2, work)
+    net, optimizer = trained(rank)
+    net.register_buffer("seen", torch.tensor(rank.rank))
+    average = nn.Linear(2, 2)
+    nn.init.constant_(average.weight, rank.rank)
+    own = lockstep.checkpoints.per_rank(average.weight.detach())
+    lockstep.save(tmp_path, model=net, optimizer=optimizer, average=average, own=own, group=rank.group)
+    net, optimizer = trained(rank, init_sync=False)
+    net.bias.data += rank.rank
+    lockstep.save(tmp_path, model=net, optimizer=optimizer, group=rank.group)
+    net, optimizer = trained(rank)
+    optimizer = lockstep.shard_optimizer(optimizer)
+    lockstep.save(tmp_path, model=net, optimizer=optimizer, group=rank.group)

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import OutOfSyncError, PeerError
+from programs.ranks import on_ranks
 from threaded import count_collectives, run_ranks
 
 X = torch.linspace(-2, 3, 16, dtype=torch.float64).view(8, 2)
@@ -123,61 +124,53 @@ def test_values_are_not_compared_without_init_sync():
     assert (first, second) == (None, None)
 
 
-def test_values_are_compared_until_they_are_equal():
-    def work(rank):
-        net = lockstep.replicate(network(), process_group=rank.group)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        load_a_checkpoint(net, rank)
-        errors = 0
-        for _ in range(6):
-            try:
-                net(X).square().sum().backward()
-            except OutOfSyncError:
-                errors += 1
-            optimizer.step()
-        return errors
-
-    assert run_ranks(2, work) == [3, 3]  # after a step on gradients, of which there are none after an error
-
-
-def test_values_from_before_a_failed_round_are_not_compared():
-    """One rank has stepped before it fails, and all load the same checkpoint."""
-
-    def work(rank):
-        net = lockstep.replicate(network()[0], process_group=rank.group)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        net(X[:4]).sum().backward()
-        load_a_checkpoint(net, rank)
+@on_ranks(2)
+def test_values_are_compared_until_they_are_equal(rank):
+    net = lockstep.replicate(network(), process_group=rank.group)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    load_a_checkpoint(net, rank)
+    errors = 0
+    for _ in range(6):
+        try:
+            net(X).square().sum().backward()
+        except OutOfSyncError:
+            errors += 1
         optimizer.step()
-        loss = net(X[4:]).sum()
-        if rank.rank == 1:
-            loss.register_hook(lambda gradient: 1 / 0)
-        with pytest.raises((PeerError, ZeroDivisionError)):
-            loss.backward()
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.fill_(0.5)
-        for _ in range(3):
-            net(X).sum().backward()
+    assert errors == 3  # after a step on gradients, of which there are none after an error
+
+
+@on_ranks(2)
+def test_values_from_before_a_failed_round_are_not_compared(rank):
+    """One rank has stepped before it fails, and all load the same checkpoint."""
+    net = lockstep.replicate(network()[0], process_group=rank.group)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(X[:4]).sum().backward()
+    load_a_checkpoint(net, rank)
+    optimizer.step()
+    loss = net(X[4:]).sum()
+    if rank.rank == 1:
+        loss.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises((PeerError, ZeroDivisionError)):
+        loss.backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(0.5)
+    for _ in range(3):
+        net(X).sum().backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_settled_step_has_one_collective(rank):
+    net = lockstep.replicate(network()[0], process_group=rank.group)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    seen = []
+    for _ in range(30):
+        with count_collectives(rank) as collectives:
+            net(X).square().sum().backward()
             optimizer.step()
-
-    run_ranks(2, work)
-
-
-def test_a_settled_step_has_one_collective():
-    def work(rank):
-        net = lockstep.replicate(network()[0], process_group=rank.group)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-        seen = []
-        for _ in range(30):
-            with count_collectives(rank) as collectives:
-                net(X).square().sum().backward()
-                optimizer.step()
-            seen.append(len(collectives))
-        return seen
-
-    for seen in run_ranks(2, work):
-        assert set(seen[3:]) == {1}
+        seen.append(len(collectives))
+    assert set(seen[3:]) == {1}
 
 
 def weight_noise(net, rank, number):

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 
 import lockstep
-from processes import run_processes
+from processes import on_processes
+from programs.ranks import replicated
 from threaded import run_ranks
 
 STEPS = 40
@@ -402,7 +403,7 @@ def ignored_part(rank):
 
 
 def with_shares(rank):
-    net = lockstep.replicate(rank.make(lambda: nn.Linear(4, 3)), process_group=rank.group, shares=2)
+    net = replicated(rank, lambda: nn.Linear(4, 3), shares=2)
     optimizer = torch.optim.AdamW(net.parameters())
     data = torch.linspace(-1, 1, 48).view(12, 4)
     for epoch in range(8):
@@ -452,11 +453,8 @@ def test_no_false_alarm(program):
         assert all(all(each) for each in run_ranks(2, train, program))
 
 
-def with_a_default_group(rank):
+@pytest.mark.around
+@on_processes(2)
+def test_no_false_alarm_where_there_is_a_default_group(rank):
     for program in (zero_redundancy, joined):
         assert all(train(rank, program))
-
-
-@pytest.mark.around
-def test_no_false_alarm_where_there_is_a_default_group():
-    run_processes(2, with_a_default_group)

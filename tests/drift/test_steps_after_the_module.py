@@ -10,22 +10,20 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed.reduction.module.drift import DriftWatch
-from threaded import run_ranks
+from programs.ranks import on_ranks
 
 
 @pytest.mark.parametrize("shares", [None, 2])
-def test_a_watch_whose_module_is_gone_is_told_of_a_step(shares):
-    def call(rank):
-        model = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group, shares=shares)
-        weight = model.weight
-        watches = [each for each in gc.get_objects() if isinstance(each, DriftWatch)]
-        watches = [each for each in watches if any(tensor is weight for tensor in each.table.tensors)]
-        del model
-        gc.collect()
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        for watch in watches:
-            watch.step_begins(optimizer, closure=False)
-            watch.step_ended(optimizer, closure=False)
-        return len(watches)
-
-    assert run_ranks(2, call) == [1, 1]
+@on_ranks(2)
+def test_a_watch_whose_module_is_gone_is_told_of_a_step(rank, shares):
+    model = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group, shares=shares)
+    weight = model.weight
+    watches = [each for each in gc.get_objects() if isinstance(each, DriftWatch)]
+    watches = [each for each in watches if any(tensor is weight for tensor in each.table.tensors)]
+    del model
+    gc.collect()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for watch in watches:
+        watch.step_begins(optimizer, closure=False)
+        watch.step_ended(optimizer, closure=False)
+    assert len(watches) == 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from processes import be_launched, run_processes
+from processes import be_launched, on_processes, run_processes
 from small_modules import one_weight
 
 
@@ -167,31 +167,27 @@ def test_a_session_in_which_no_backward_synchronises():
         assert stepped.startswith(f"rank {rank}: 10 steps of SGD, and no backward has synchronised gradients, so each")
 
 
-def alone(rank):
+@on_processes(1)
+def test_a_process_alone_is_told_nothing(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss_beside(Program(rank.group))
 
 
-def test_a_process_alone_is_told_nothing():
-    run_processes(1, alone)
-
-
-def hooks_after(rank, steps):
+@on_processes(2)
+def test_hooks_are_gone_when_nothing_is_left_to_find_out(rank):
     """Whether hooks are on the loss's weights after each number of steps."""
+    steps = [1, 2]
     found = []
     for number in steps:
         program = Program(rank.group)
         program.train(program.both, before_step=lambda: dist.all_reduce(torch.ones(1), group=rank.group), steps=number)
         found.append(bool(program.loss.centres._post_accumulate_grad_hooks))
-    return found
+    assert found == [True, False]
 
 
-def test_hooks_are_gone_when_nothing_is_left_to_find_out():
-    assert run_processes(2, hooks_after, [1, 2]) == [[True, False]] * 2
-
-
-def trained_after_another(rank):
+@on_processes(2)
+def test_a_module_that_is_collected_while_modules_are_looked_at_is_no_error(rank):
     """An earlier module is garbage by now, in a cycle, and is collected while the modules are looked at."""
     model, earlier = Collects(1, 1), one_weight()
     lockstep.replicate(model)
@@ -206,8 +202,4 @@ def trained_after_another(rank):
         optimizer.step()
     finally:
         gc.enable()
-    return was_there, gone() is None
-
-
-def test_a_module_that_is_collected_while_modules_are_looked_at_is_no_error():
-    assert run_processes(2, trained_after_another) == [(True, True)] * 2
+    assert (was_there, gone() is None) == (True, True)
