@@ -10,7 +10,7 @@ import lockstep
 from checkpoints.runs import Kind, Run
 from lockstep.errors import CheckpointError
 from processes import run_processes
-from threaded import run_ranks
+from programs.ranks import on_ranks, replicated
 
 KINDS = {
     "adamw": {},
@@ -86,13 +86,15 @@ def hook(state, bucket):
     return bucket.buffer()
 
 
-def another_hook_on_one_rank(rank, folder):
+@pytest.mark.parametrize("hosts", ["", "aa"])
+@on_ranks(2, "hosts")
+def test_rounds_and_hooks_that_do_not_fit_on_one_rank(rank, tmp_path):
     """The rounds and plans of both modules are given back; no rank waits for an agreement of the others."""
     both, optimizer = two_modules(rank)
     for number in range(4):
         for model in both:
             step(rank, model, optimizer, number)
-    lockstep.save(folder, group=rank.group, both=both, optimizer=optimizer)
+    lockstep.save(tmp_path, group=rank.group, both=both, optimizer=optimizer)
     both, optimizer = two_modules(rank)
     for model in both:
         step(rank, model, optimizer, 0)
@@ -102,43 +104,35 @@ def another_hook_on_one_rank(rank, folder):
     with pytest.raises(
         CheckpointError, match=r"resume\(\) failed on rank 1 .*: NotReplicableError: the training state"
     ):
-        lockstep.resume(folder, group=rank.group, both=both, optimizer=optimizer)
+        lockstep.resume(tmp_path, group=rank.group, both=both, optimizer=optimizer)
     assert [lockstep.distributed.training_state_dict(model) for model in both] == before
     if rank.rank == 0:
         both[0].register_comm_hook({}, hook)
     for number in range(4):
         for model in both:
             step(rank, model, optimizer, number)
-    return all(rank.all_equal(tensor) for tensor in both.state_dict().values())
+    assert all(rank.all_equal(tensor) for tensor in both.state_dict().values())
 
 
-@pytest.mark.parametrize("hosts", ["", "aa"])
-def test_rounds_and_hooks_that_do_not_fit_on_one_rank(hosts, tmp_path):
-    assert run_ranks(2, another_hook_on_one_rank, tmp_path, hosts=hosts) == [True, True]
-
-
-def of_every_kind(rank, folder):
+@on_ranks(2)
+def test_values_of_every_kind(rank, tmp_path):
     """Values are the same objects as before, generators and random numbers where they were."""
     tensor, numbers, table, generator = torch.ones(3), [[1]], {"a": [2]}, rank.generator()
     given = {"tensor": tensor, "numbers": numbers, "table": table, "generator": generator}
-    lockstep.save(folder, group=rank.group, **given, z=Failing(rank))
+    lockstep.save(tmp_path, group=rank.group, **given, z=Failing(rank))
     inner = numbers[0], table["a"]
     tensor.zero_()
     numbers.append(3)
     table["b"] = 4
     wanted = torch.rand(2, generator=generator.clone_state()) if hasattr(generator, "clone_state") else None
     with pytest.raises(CheckpointError, match="of another model"):
-        lockstep.resume(folder, group=rank.group, **given, z=Failing(rank, ValueError("of another model")))
+        lockstep.resume(tmp_path, group=rank.group, **given, z=Failing(rank, ValueError("of another model")))
     assert (tensor.tolist(), numbers, table) == ([0.0] * 3, [[1], 3], {"a": [2], "b": 4})
     assert numbers[0] is inner[0]
     assert table["a"] is inner[1]
     assert wanted is None or torch.equal(torch.rand(2, generator=generator), wanted)
-    lockstep.resume(folder, group=rank.group, **given, z=Failing(rank))
-    return tensor.tolist(), numbers, table
-
-
-def test_values_of_every_kind(tmp_path):
-    assert run_ranks(2, of_every_kind, tmp_path) == [([1.0] * 3, [[1]], {"a": [2]})] * 2
+    lockstep.resume(tmp_path, group=rank.group, **given, z=Failing(rank))
+    assert (tensor.tolist(), numbers, table) == ([1.0] * 3, [[1]], {"a": [2]})
 
 
 class Versioned(nn.Module):
@@ -156,43 +150,37 @@ class Versioned(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *args)
 
 
-def keeps_versions(rank, folder):
+@on_ranks(2)
+def test_the_versions_of_modules_are_kept(rank, tmp_path):
     model = lockstep.DistributedDataParallel(
         nn.ModuleList([Versioned(), nn.BatchNorm1d(1)]), process_group=rank.group, buffer_policy="local"
     )
     weight = model.module[0].weight
-    lockstep.save(folder, group=rank.group, model=model, z=Failing(rank))
+    lockstep.save(tmp_path, group=rank.group, model=model, z=Failing(rank))
     with torch.no_grad():
         weight.fill_(3.0)
     with pytest.raises(CheckpointError):
-        lockstep.resume(folder, group=rank.group, model=model, z=Failing(rank, ValueError("")))
+        lockstep.resume(tmp_path, group=rank.group, model=model, z=Failing(rank, ValueError("")))
     before = weight.item()
-    lockstep.resume(folder, group=rank.group, model=model, z=Failing(rank))
-    return before, weight.item()
+    lockstep.resume(tmp_path, group=rank.group, model=model, z=Failing(rank))
+    assert (before, weight.item()) == (3.0, 1.0)
 
 
-def test_the_versions_of_modules_are_kept(tmp_path):
-    assert run_ranks(2, keeps_versions, tmp_path) == [(3.0, 1.0)] * 2
-
-
-def gets_ready_later(rank, folder):
+@on_ranks(2)
+def test_a_module_that_gets_ready_later(rank, tmp_path):
     """A module that is not ready takes up no round of a resume that has failed."""
-    model = lockstep.replicate(rank.make(network), process_group=rank.group)
+    model = replicated(rank, network)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for number in range(3):
         step(rank, model, optimizer, number)
-    lockstep.save(folder, group=rank.group, model=model, z=Failing(rank))
+    lockstep.save(tmp_path, group=rank.group, model=model, z=Failing(rank))
     with torch.device("meta"):
         later = network()
     lockstep.replicate(later, process_group=rank.group)
     later.to_empty(device="cpu")
     with pytest.raises(CheckpointError):
-        lockstep.resume(folder, group=rank.group, model=later, z=Failing(rank, ValueError("")))
-    return lockstep.distributed.training_state_dict(later)["round"]
-
-
-def test_a_module_that_gets_ready_later(tmp_path):
-    assert run_ranks(2, gets_ready_later, tmp_path) == [0, 0]
+        lockstep.resume(tmp_path, group=rank.group, model=later, z=Failing(rank, ValueError("")))
+    assert lockstep.distributed.training_state_dict(later)["round"] == 0
 
 
 class Stubborn(Failing):
@@ -208,9 +196,8 @@ def test_what_cannot_be_given_back_is_told(tmp_path):
     x.zero_()
     with pytest.raises(CheckpointError) as caught:
         lockstep.resume(tmp_path, x=x, z=Stubborn(None))
-    assert caught.value.__notes__ == [
-        "what was filled before that could not be given back: ValueError: of another model"
-    ]
+    found = caught.value.__notes__
+    assert found == ["what was filled before that could not be given back: ValueError: of another model"]
     assert x.item() == 0
 
 
@@ -228,15 +215,12 @@ def test_what_cannot_be_read_before_is_an_error_before_anything_is_filled(tmp_pa
     assert x.item() == 0
 
 
-def barrier_is_free(rank, folder):
+@on_ranks(2)
+def test_a_name_that_was_not_saved(rank, tmp_path):
     """An error in one rank's reading, too, leaves nothing behind."""
-    lockstep.save(folder, group=rank.group, x=torch.ones(1))
+    lockstep.save(tmp_path, group=rank.group, x=torch.ones(1))
     x = torch.zeros(1)
     with pytest.raises(CheckpointError, match="has no 'y'"):
-        lockstep.resume(folder, group=rank.group, x=x, y={})
+        lockstep.resume(tmp_path, group=rank.group, x=x, y={})
     rank.gather(torch.zeros(1))
-    return x.item()
-
-
-def test_a_name_that_was_not_saved(tmp_path):
-    assert run_ranks(2, barrier_is_free, tmp_path) == [0.0, 0.0]
+    assert x.item() == 0.0

@@ -23,6 +23,7 @@ from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.saving import Saving
 from lockstep.errors import CheckpointError
 from processes import run_processes
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 
@@ -155,37 +156,31 @@ class Raising:
             raise ValueError("state of another model")
 
 
-def raise_in_state_dict(rank, folder):
+@on_ranks(2)
+def test_state_that_raises_on_one_rank(rank, tmp_path):
     with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 \(host .*\): KeyError: 'momentum'"):
-        lockstep.save(folder, group=rank.group, part=Raising(rank))
+        lockstep.save(tmp_path, group=rank.group, part=Raising(rank))
     rank.gather(torch.zeros(1))  # the first rank has tidied up
-    assert names_in(folder) == []
+    assert names_in(tmp_path) == []
     rank.gather(torch.zeros(1))
-    lockstep.save(folder, group=rank.group, part=Raising(type(rank)(0, 2, None)))
+    lockstep.save(tmp_path, group=rank.group, part=Raising(type(rank)(0, 2, None)))
     with pytest.raises(CheckpointError, match=r"resume\(\) failed on rank 0 .*: ValueError: state of another model"):
-        lockstep.resume(folder, group=rank.group, part=Raising(rank))
+        lockstep.resume(tmp_path, group=rank.group, part=Raising(rank))
 
 
-def test_state_that_raises_on_one_rank(tmp_path):
-    run_ranks(2, raise_in_state_dict, tmp_path)
-
-
-def interrupt(rank, folder):
+@on_ranks(2)
+def test_an_interrupt_while_a_rank_writes(rank, tmp_path):
     """Ctrl-C reaches one rank's thread while it writes."""
-    lockstep.save(folder, step=1, group=rank.group)
+    lockstep.save(tmp_path, step=1, group=rank.group)
     files = FailingFileSystem(0)
     if rank.rank == 1:
         files.create = lambda path: (_ for _ in ()).throw(KeyboardInterrupt("stop"))
     with pytest.raises(
         KeyboardInterrupt if rank.rank == 1 else CheckpointError, match="." if rank.rank else "Keyboard"
     ):
-        Saving(folder, files, Ranks(rank.group)).save({}, 3, 2)
-    assert lockstep.resume(folder, group=rank.group).step == 1
-    return names_in(folder)
-
-
-def test_an_interrupt_while_a_rank_writes(tmp_path):
-    assert run_ranks(2, interrupt, tmp_path) == [["save-000001-step-00000001"]] * 2
+        Saving(tmp_path, files, Ranks(rank.group)).save({}, 3, 2)
+    assert lockstep.resume(tmp_path, group=rank.group).step == 1
+    assert names_in(tmp_path) == ["save-000001-step-00000001"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path):

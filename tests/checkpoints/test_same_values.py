@@ -8,7 +8,7 @@ import torch
 import lockstep
 from lockstep.checkpoints.same_values import told
 from lockstep.errors import AgreementError
-from threaded import run_ranks
+from programs.ranks import on_ranks
 
 EQUAL = [
     (3, 3),
@@ -51,16 +51,14 @@ def test_different_values_are_not(one, other):
     assert told(one) != told(other)
 
 
-def test_a_value_that_differs_by_rank_is_named_and_may_be_marked(tmp_path):
-    def train(rank):
-        with pytest.raises(AgreementError) as raised:
-            lockstep.save(tmp_path, group=rank.group, epoch=rank.rank, names=["a"])
-        per_rank = lockstep.checkpoints.per_rank
-        folder = lockstep.save(tmp_path, group=rank.group, epoch=per_rank(rank.rank), names=["a"])
-        found = lockstep.resume(tmp_path, group=rank.group)
-        return str(raised.value), folder.exists(), found.values["epoch"]
-
-    for rank, (message, exists, epoch) in enumerate(run_ranks(2, train)):
-        assert message.startswith("save(): ranks differ in epoch: it is 0 on rank 0, and 1 on rank 1. One file has it")
-        assert "epoch=lockstep.checkpoints.per_rank(...)" in message
-        assert (exists, epoch) == (True, rank)
+@on_ranks(2)
+def test_a_value_that_differs_by_rank_is_named_and_may_be_marked(rank, tmp_path):
+    with pytest.raises(AgreementError) as raised:
+        lockstep.save(tmp_path, group=rank.group, epoch=rank.rank, names=["a"])
+    per_rank = lockstep.checkpoints.per_rank
+    folder = lockstep.save(tmp_path, group=rank.group, epoch=per_rank(rank.rank), names=["a"])
+    found = lockstep.resume(tmp_path, group=rank.group)
+    message, exists, epoch = str(raised.value), folder.exists(), found.values["epoch"]
+    assert message.startswith("save(): ranks differ in epoch: it is 0 on rank 0, and 1 on rank 1. One file has it")
+    assert "epoch=lockstep.checkpoints.per_rank(...)" in message
+    assert (exists, epoch) == (True, rank.rank)

@@ -28,6 +28,7 @@ from lockstep.checkpoints.resuming import Resuming
 from lockstep.checkpoints.saving import Saving
 from lockstep.checkpoints.streams import read_streams, set_streams
 from lockstep.errors import AgreementError, CheckpointError
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 
@@ -464,20 +465,17 @@ def test_what_makes_no_sense_is_refused(what, tmp_path):
         call(tmp_path)
 
 
-def differ(rank, folder):
+@on_ranks(2)
+def test_ranks_that_save_other_things(rank, tmp_path):
     with pytest.raises(AgreementError, match=r"save\(\): ranks differ in step: 0 on rank 0, 1 on rank 1"):
-        lockstep.save(folder, group=rank.group, step=rank.rank)
+        lockstep.save(tmp_path, group=rank.group, step=rank.rank)
     names = {"a": 1} if rank.rank else {"b": 1}
     with pytest.raises(AgreementError, match=r"differ in what is saved as 'b': value on rank 0, nothing on rank 1"):
-        lockstep.save(folder, group=rank.group, **names)
+        lockstep.save(tmp_path, group=rank.group, **names)
     with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 .*steps count from 0"):
-        lockstep.save(folder, group=rank.group, step=-rank.rank)
-    lockstep.save(folder, group=rank.group, x=[1])
+        lockstep.save(tmp_path, group=rank.group, step=-rank.rank)
+    lockstep.save(tmp_path, group=rank.group, x=[1])
     with pytest.raises(AgreementError, match=r"resume\(\): ranks differ in the names to be filled"):
-        lockstep.resume(folder, group=rank.group, **({"x": []} if rank.rank else {}))
+        lockstep.resume(tmp_path, group=rank.group, **({"x": []} if rank.rank else {}))
     rank.gather(torch.zeros(1))
-    return names_in(folder)
-
-
-def test_ranks_that_save_other_things(tmp_path):
-    assert run_ranks(2, differ, tmp_path) == [["save-000001"]] * 2
+    assert names_in(tmp_path) == ["save-000001"]

@@ -19,6 +19,7 @@ from lockstep.checkpoints.resuming import Resuming
 from lockstep.checkpoints.snapshots import SnapshotPace, _Snapshot
 from lockstep.errors import AgreementError, CheckpointError, OptionError
 from processes import run_processes
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 
@@ -326,25 +327,22 @@ def save(rank, folder):
     lockstep.save(folder / "disk", step=0, group=rank.group, x=torch.full((900,), 7.0), own=own)
 
 
-def half(rank, folder):
+@pytest.mark.filterwarnings("ignore:.*skipped memory/save-000002")
+@on_ranks(3)
+def test_the_snapshot_before_one_that_not_all_hosts_have_counts(rank, tmp_path):
     """A process of host b is killed in the second snapshot, when host a has it already."""
-    hosts = folder / "hosts"
-    snapshot(rank, folder, "abb", 1)
+    hosts = tmp_path / "hosts"
+    snapshot(rank, tmp_path, "abb", 1)
     if rank.rank == 0:
-        shutil.copytree(hosts, folder / "before")
+        shutil.copytree(hosts, tmp_path / "before")
     rank.gather(torch.zeros(1))
-    snapshot(rank, folder, "abb", 2)
+    snapshot(rank, tmp_path, "abb", 2)
     if rank.rank == 0:
-        shutil.copytree(folder / "before" / "a", hosts / "a", dirs_exist_ok=True)
-        shutil.copytree(folder / "before" / "b", hosts / "b", dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "before" / "a", hosts / "a", dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "before" / "b", hosts / "b", dirs_exist_ok=True)
         next(hosts.glob(f"b/save-000002-*/{MARKER}")).unlink()
     rank.gather(torch.zeros(1))
-    return resume(rank, folder, "abb")
-
-
-@pytest.mark.filterwarnings("ignore:.*skipped memory/save-000002")
-def test_the_snapshot_before_one_that_not_all_hosts_have_counts(tmp_path):
-    assert run_ranks(3, half, tmp_path) == [(1, 1.0, rank, True) for rank in range(3)]
+    assert resume(rank, tmp_path, "abb") == (1, 1.0, rank.rank, True)
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped memory/save-000002")
@@ -376,16 +374,13 @@ def test_what_killed_processes_have_not_finished_goes_with_the_next_snapshot(tmp
     assert run_ranks(2, leave, tmp_path)[0] == ["save-000002-step-00000002"]
 
 
-def differ(rank, folder):
-    made = MemoryFolder(folder / "memory")
-    taken = _Snapshot(folder / "disk", made, Ranks(rank.group), 0, None)
+@on_ranks(2)
+def test_ranks_that_take_snapshots_of_different_steps(rank, tmp_path):
+    made = MemoryFolder(tmp_path / "memory")
+    taken = _Snapshot(tmp_path / "disk", made, Ranks(rank.group), 0, None)
     made.folder.mkdir(exist_ok=True)
     with pytest.raises(AgreementError, match="ranks differ in step: 1 on rank 0, 2 on rank 1"):
         taken.save({}, 1, 1 + rank.rank)
-
-
-def test_ranks_that_take_snapshots_of_different_steps(tmp_path):
-    run_ranks(2, differ, tmp_path)
 
 
 def test_nothing_is_waited_for_in_memory(tmp_path):

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import lockstep
 from lockstep.errors import HookError, LayoutError, NotReplicableError
+from programs.ranks import on_ranks, replicated
 from threaded import count_collectives, run_ranks
 
 
@@ -38,7 +39,7 @@ def through_a_file(value):
 
 def gone_on(rank, register, steps=4, more=3, **options):
     """Parameters after `more` steps: in one run, and in one that was saved and loaded in between."""
-    model = lockstep.replicate(rank.make(network), process_group=rank.group, **options)
+    model = replicated(rank, network, **options)
     register(model)
     train(rank, model, steps)
     saved = through_a_file((model.state_dict(), lockstep.distributed.training_state_dict(model)))
@@ -74,51 +75,45 @@ def test_training_goes_on_bit_for_bit_with_the_plan_it_had(cap):
     assert sorted(name for _, names in one for name in names) == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 
-def test_a_restored_plan_is_not_made_anew():
-    def call(rank):
-        model = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=1e-4)
-        plan = json.dumps([["shared", [name]] for name in ("0.weight", "2.weight", "0.bias", "2.bias")])
-        lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
-        with count_collectives(rank) as sent:
-            train(rank, model, 1)
-        state = lockstep.distributed.training_state_dict(model)
-        reduced = [(each.name, each.numel) for each in sent if each.name == "all_reduce"]
-        return reduced[:5], state["plan"] == plan, state["round"]
-
+@on_ranks(2)
+def test_a_restored_plan_is_not_made_anew(rank):
     parts = [
         ("all_reduce", size) for size in (1024, 1024, 48, 32, 8)
     ]  # hook and plan are compared before they are used
-    assert run_ranks(2, call) == [(parts, True, 8)] * 2
+    model = replicated(rank, network, bucket_cap_mb=1e-4)
+    plan = json.dumps([["shared", [name]] for name in ("0.weight", "2.weight", "0.bias", "2.bias")])
+    lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
+    with count_collectives(rank) as sent:
+        train(rank, model, 1)
+    state = lockstep.distributed.training_state_dict(model)
+    reduced = [(each.name, each.numel) for each in sent if each.name == "all_reduce"]
+    assert (reduced[:5], state["plan"] == plan, state["round"]) == (parts, True, 8)
 
 
-def test_a_plan_that_other_ranks_do_not_have_is_refused_on_every_rank():
-    def call(rank):
-        model = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=1e-4)
-        names = ["0.weight", "2.weight", "0.bias", "2.bias"]
-        plan = json.dumps([["shared", [name]] for name in (names if rank.rank else names[::-1])])
-        lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
-        for _ in range(2):  # again and again
-            with pytest.raises(lockstep.errors.AgreementError, match="ranks differ in plan"):
-                train(rank, model, 1)
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_a_plan_that_other_ranks_do_not_have_is_refused_on_every_rank(rank):
+    model = replicated(rank, network, bucket_cap_mb=1e-4)
+    names = ["0.weight", "2.weight", "0.bias", "2.bias"]
+    plan = json.dumps([["shared", [name]] for name in (names if rank.rank else names[::-1])])
+    lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
+    for _ in range(2):  # again and again
+        with pytest.raises(lockstep.errors.AgreementError, match="ranks differ in plan"):
+            train(rank, model, 1)
 
 
-def test_the_state_of_a_wrapper_and_of_a_module_that_gets_ready_later():
-    def call(rank):
-        with torch.device("meta"):
-            model = network()
-        lockstep.replicate(model, process_group=rank.group)
-        plain = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
-        train(rank, plain, 2)
-        state = lockstep.distributed.training_state_dict(plain)
-        lockstep.distributed.load_training_state_dict(model, state)
-        model.to_empty(device="cpu")
-        model.load_state_dict(plain.module.state_dict())
-        model(torch.ones(1, 6))  # gets ready
-        return lockstep.distributed.training_state_dict(model) == state
-
-    assert run_ranks(2, call) == [True, True]
+@on_ranks(2)
+def test_the_state_of_a_wrapper_and_of_a_module_that_gets_ready_later(rank):
+    with torch.device("meta"):
+        model = network()
+    lockstep.replicate(model, process_group=rank.group)
+    plain = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
+    train(rank, plain, 2)
+    state = lockstep.distributed.training_state_dict(plain)
+    lockstep.distributed.load_training_state_dict(model, state)
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.module.state_dict())
+    model(torch.ones(1, 6))  # gets ready
+    assert lockstep.distributed.training_state_dict(model) == state
 
 
 # ---------------------------------------------------------------------------------- hooks
@@ -126,20 +121,18 @@ def test_the_state_of_a_wrapper_and_of_a_module_that_gets_ready_later():
 
 @pytest.mark.usefixtures("draws_in_turn")
 @pytest.mark.numpy
-def test_power_sgd_goes_on_bit_for_bit():
-    def call(rank):
-        def register(model):
-            state = powerSGD_hook.PowerSGDState(rank.group, 1, start_powerSGD_iter=2, min_compression_rate=1)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+@on_ranks(2)
+def test_power_sgd_goes_on_bit_for_bit(rank):
+    def register(model):
+        state = powerSGD_hook.PowerSGDState(rank.group, 1, start_powerSGD_iter=2, min_compression_rate=1)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-        wanted, got, state = gone_on(rank, register, bucket_cap_mb=1e-5)
-        assert equal(wanted, got)
-        kept = state["hook"]["state"]
-        assert kept["iter"] == 4
-        assert kept["error_dict"]
-        assert "process_group" not in kept
-
-    run_ranks(2, call)
+    wanted, got, state = gone_on(rank, register, bucket_cap_mb=1e-5)
+    assert equal(wanted, got)
+    kept = state["hook"]["state"]
+    assert kept["iter"] == 4
+    assert kept["error_dict"]
+    assert "process_group" not in kept
 
 
 class Noise:
@@ -189,13 +182,11 @@ STATES = {
 
 
 @pytest.mark.parametrize(("make", "hook", "kept"), STATES.values(), ids=STATES)
-def test_states_of_every_kind_are_kept(make, hook, kept):
-    def call(rank):
-        wanted, got, state = gone_on(rank, lambda model: model.register_comm_hook(make(rank.group), hook), steps=2)
-        assert equal(wanted, got)
-        assert hook is noisy or state["hook"] == {"state": kept}
-
-    run_ranks(2, call)
+@on_ranks(2)
+def test_states_of_every_kind_are_kept(rank, make, hook, kept):
+    wanted, got, state = gone_on(rank, lambda model: model.register_comm_hook(make(rank.group), hook), steps=2)
+    assert equal(wanted, got)
+    assert hook is noisy or state["hook"] == {"state": kept}
 
 
 # ---------------------------------------------------------------------------------- errors
