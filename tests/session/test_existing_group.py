@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 import sim as simulator
 from lockstep.errors import AgreementError, OptionError, PeerFailure
-from processes import be_launched, run_processes
+from processes import be_launched, on_processes, run_processes
 
 
 def gradient(run):
@@ -108,7 +108,9 @@ def test_the_device_that_a_group_is_bound_to_is_taken():
     )
 
 
-def told_of_the_timeout(rank):
+@on_processes(2)
+def test_its_own_timeout_is_not_that_of_the_group(rank):
+    told = ["session(timeout=60) is not that of the process group, which exists already and keeps its own"]
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -117,12 +119,7 @@ def told_of_the_timeout(rank):
         pass
     with lockstep.session():
         pass
-    return records
-
-
-def test_its_own_timeout_is_not_that_of_the_group():
-    told = ["session(timeout=60) is not that of the process group, which exists already and keeps its own"]
-    assert run_processes(2, told_of_the_timeout) == [told, []]
+    assert records == [told, []][rank.rank]
 
 
 def without_local_rank(rank, port):

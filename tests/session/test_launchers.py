@@ -20,7 +20,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.session.environment import Environment, first_host, read_environment, tasks_of_hosts
-from processes import run_processes
+from processes import on_processes, run_processes
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29511"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -312,14 +312,11 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
     assert told.startswith(f"the ranks cannot meet in {tmp_path}/lockstep-")
 
 
-def is_alone(rank):
+@on_processes(1)
+def test_alone_is_alone_whatever_the_environment_says(rank):
     dist.destroy_process_group()
     os.environ.update(of_launcher(by_mpich, 1, 2) | {"MASTER_ADDR": "nowhere"})
-    return trains(alone=True)
-
-
-def test_alone_is_alone_whatever_the_environment_says():
-    assert run_processes(1, is_alone) == [(0, 1, 0, 0.0)]
+    assert trains(alone=True) == (0, 1, 0, 0.0)
 
 
 PROGRAM = """

@@ -16,7 +16,7 @@ import lockstep
 import sim as simulator
 from lockstep._base.devices import accelerator, wait_for_accelerator
 from lockstep.errors import DeviceError, PeerFailure
-from processes import be_launched, run_processes
+from processes import be_launched, on_processes, run_processes
 
 
 def device_of_a_session(rank, accelerators, device, port):
@@ -103,14 +103,11 @@ def end_with_the_device_at_work(rank):
         return str(error).partition("\n")[0]
 
 
-def end_with_a_device_that_cannot_tell(rank):
+@on_processes(1, device="sim")
+def test_a_device_whose_module_does_not_say_if_it_is_in_use_is_not_waited_for(rank):
     assert accelerator() is not None  # and it stays known
     with mock.patch.object(torch, "get_device_module", return_value=object()):
         wait_for_accelerator(lambda: None)
-
-
-def test_a_device_whose_module_does_not_say_if_it_is_in_use_is_not_waited_for():
-    run_processes(1, end_with_a_device_that_cannot_tell, device="sim")
 
 
 def test_what_the_device_says_at_the_end_of_a_session_is_told_to_all():

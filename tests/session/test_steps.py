@@ -14,7 +14,7 @@ import lockstep
 from lockstep.errors import PeerFailure
 from lockstep.failures.progress import Phase, Progress
 from lockstep.session.step_counter import StepCounter
-from processes import be_launched, run_processes
+from processes import be_launched, on_processes, run_processes
 from small_modules import one_weight
 
 # ---------------------------------------------------------------------------------- what counts
@@ -129,17 +129,14 @@ def test_a_resumed_run_counts_on(counter, module):
         assert counter.step() == number
 
 
-def without_replicated_modules(rank):
+@on_processes(1)
+def test_where_no_module_is_replicated_all_optimizers_count(rank):
     dist.destroy_process_group()
     with lockstep.session() as run:
         optimizer = sgd(one_weight())
         for number in range(1, 4):
             optimizer.step()
             assert run.step == number
-
-
-def test_where_no_module_is_replicated_all_optimizers_count():
-    run_processes(1, without_replicated_modules)
 
 
 def test_batches_count_alone():

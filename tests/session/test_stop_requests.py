@@ -19,7 +19,7 @@ import lockstep
 from lockstep._base.loader_workers import workers_protected
 from lockstep.session import stop_requests
 from lockstep.session.stop_requests import StopRequests
-from processes import run_processes
+from processes import on_processes, run_processes
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs POSIX signals")
 BOTH = [signal.SIGINT, signal.SIGTERM]
@@ -251,7 +251,9 @@ class Numbers(Dataset):
         return index
 
 
-def loads_on(rank, method):
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+@on_processes(1)
+def test_loader_workers_outlive_a_signal_to_all(rank, method):
     os.setpgid(0, 0)  # the signal is for this process and its workers alone
     requests = StopRequests()
     loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method)
@@ -264,12 +266,7 @@ def loads_on(rank, method):
     wait_until(lambda: requests.requested)
     seen += torch.cat(list(batches)).tolist()
     requests.end()
-    return seen == list(range(200)), [os.path.exists(f"/proc/{pid}") for pid in pids]
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
-def test_loader_workers_outlive_a_signal_to_all(method):
-    assert run_processes(1, loads_on, method) == [(True, [False, False])]
+    assert (seen == list(range(200)), [os.path.exists(f"/proc/{pid}") for pid in pids]) == (True, [False, False])
 
 
 def ends_with_a_stuck_worker(rank):
