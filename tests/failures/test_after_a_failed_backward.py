@@ -15,6 +15,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import AgreementError, OptionError, PeerError, ShareError
+from programs.ranks import on_ranks, replicated
 from small_modules import error_of, fails_in_backward, one_weight, x_of
 from threaded import run_ranks
 
@@ -93,9 +94,19 @@ def weighed(rank, model):
 BEFORE = [nothing, reduced, reduced_in_part, piled_up, piled_up_on_one_rank, both, weighed]
 
 
-def fails_on_one_rank(rank, before, width, cap, settled):
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(
+    ("width", "cap", "settled", "hosts"),
+    [
+        (2, None, 0, ""),
+        (100, 1e-4, 2, "aa"),
+        *(pytest.param(*each, 2, "aa", marks=pytest.mark.around) for each in [(8, 1e-4), (100, None)]),
+    ],
+)
+@on_ranks(2, "hosts")
+def test_no_rank_has_a_gradient_after_a_backward_that_failed_on_one(rank, before, width, cap, settled):
     found = []
-    model = lockstep.replicate(rank.make(lambda: Net(width)), process_group=rank.group, bucket_cap_mb=cap)
+    model = replicated(rank, lambda: Net(width), bucket_cap_mb=cap)
     for _ in range(settled):
         model(rank).backward()
         model.zero_grad()
@@ -110,21 +121,7 @@ def fails_on_one_rank(rank, before, width, cap, settled):
                 assert raised is (ArithmeticError if rank.rank == failing else PeerError)
                 found.append((given(model), steps_alike(rank, model)))
                 model.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize(
-    ("width", "cap", "settled", "hosts"),
-    [
-        (2, None, 0, ""),
-        (100, 1e-4, 2, "aa"),
-        *(pytest.param(*each, 2, "aa", marks=pytest.mark.around) for each in [(8, 1e-4), (100, None)]),
-    ],
-)
-def test_no_rank_has_a_gradient_after_a_backward_that_failed_on_one(before, width, cap, settled, hosts):
-    for found in run_ranks(2, fails_on_one_rank, before, width, cap, settled, hosts=hosts):
-        assert found == [([], True)] * 12
+    assert found == [([], True)] * 12
 
 
 # ------------------------------------------------------------------------- errors that all ranks raise
@@ -172,18 +169,16 @@ def layer_on_one_rank(rank, model):
     ],
 )
 @pytest.mark.parametrize("before", [nothing, piled_up, reduced_in_part, both])
-def test_no_rank_has_a_gradient_after_an_error_on_all(fail, kinds, before):
-    def call(rank):
-        model = lockstep.replicate(rank.make(lambda: Net(2)), process_group=rank.group)
-        if fail is not hook_on_one_rank:  # else it would be agreed on in the round before
-            model(rank).backward()
-            model.zero_grad()
-        before(rank, model)
-        return fail(rank, model), given(model), steps_alike(rank, model)
-
-    for raised, left, alike in run_ranks(2, call):
-        assert raised in kinds
-        assert (left, alike) == ([], True)
+@on_ranks(2)
+def test_no_rank_has_a_gradient_after_an_error_on_all(rank, fail, kinds, before):
+    model = replicated(rank, lambda: Net(2))
+    if fail is not hook_on_one_rank:  # else it would be agreed on in the round before
+        model(rank).backward()
+        model.zero_grad()
+    before(rank, model)
+    raised, left, alike = fail(rank, model), given(model), steps_alike(rank, model)
+    assert raised in kinds
+    assert (left, alike) == ([], True)
 
 
 # ----------------------------------------------------------------------------- of which modules
@@ -229,44 +224,37 @@ def test_after_a_failure_modules_of_one_group_have_no_gradient_those_of_others_h
 # ------------------------------------------------------------------------------- what has not failed
 
 
-def test_a_failure_without_synchronising_is_this_ranks_own():
+@on_ranks(2)
+def test_a_failure_without_synchronising_is_this_ranks_own(rank):
     """What had accumulated on it is left, and counts in the next round."""
-
-    def call(rank):
-        model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
-        with model.no_sync():
-            model(x_of(rank)).sum().backward()
-            inner = fails_in_backward(model[0](x_of(rank)), rank.rank == 1)
-            failed = error_of(model[1](inner).sum().backward)
-        kept = [parameter.grad.item() for parameter in model.parameters()]
-        model(x_of(rank)).sum().backward()
-        return failed, kept, [parameter.grad.item() for parameter in model.parameters()]
-
     # of rank 1 two of the first layer, and three of the last one; of rank 0 three of each
     reduced = [(3 * 1 + 2 * 2) / 2, (3 * 1 + 3 * 2) / 2]
-    assert run_ranks(2, call) == [(None, [2.0, 2.0], reduced), (ArithmeticError, [2.0, 4.0], reduced)]
+    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    with model.no_sync():
+        model(x_of(rank)).sum().backward()
+        inner = fails_in_backward(model[0](x_of(rank)), rank.rank == 1)
+        failed = error_of(model[1](inner).sum().backward)
+    kept = [parameter.grad.item() for parameter in model.parameters()]
+    model(x_of(rank)).sum().backward()
+    found = (failed, kept, [parameter.grad.item() for parameter in model.parameters()])
+    assert found == [(None, [2.0, 2.0], reduced), (ArithmeticError, [2.0, 4.0], reduced)][rank.rank]
 
 
-def idle_rank(rank):
+@on_ranks(2)
+def test_a_rank_that_has_run_out_has_no_gradient_either(rank):
     """Rank 1 has run out of batches when rank 0 fails; it holds what its last batch has given."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     loader = [x_of(rank, 10.0**n) for n in range(2 - rank.rank)]
     found = []
     for number, x in enumerate(lockstep.batches(loader, model)):
         out = fails_in_backward(model(x), rank.rank == 0 and number == 1)
         found.append((error_of(out.sum().backward), weights_of([model])))
-    return found
-
-
-def test_a_rank_that_has_run_out_has_no_gradient_either():
-    failing, told = run_ranks(2, idle_rank)
-    assert failing == [(None, [1.5]), (ArithmeticError, [None])]
-    assert told == [(None, [1.5]), (PeerError, [None])]
+    assert found == [[(None, [1.5]), (ArithmeticError, [None])], [(None, [1.5]), (PeerError, [None])]][rank.rank]
 
 
 def shares(rank):
     """With shares, parameters have what they had before the step, and an optimizer's step is an error by name."""
-    model = lockstep.replicate(one_weight(), shares=4, process_group=rank.group)
+    model = replicated(rank, shares=4)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     found = []
     for batch in lockstep.shares.GlobalBatches([torch.ones(1)] * 24, 8, 4, process_group=rank.group):
@@ -287,7 +275,9 @@ def test_after_a_step_in_shares_that_failed_all_ranks_have_what_they_had_before(
         assert found == (list(zip([None, raised, None], steps, [None, ShareError, None], strict=True)), -2.0)
 
 
-def unused_gradients(rank, shape):
+@pytest.mark.parametrize("shape", [(1,), (1024, 1100)], ids=["with others", "alone"])
+@on_ranks(2)
+def test_what_a_failed_round_has_kept_does_not_come_back(rank, shape):
     """The second parameter, which has a gradient, is used neither in a round that fails nor in the one after it."""
     model = lockstep.replicate(nn.ParameterList([torch.ones(1), torch.ones(shape)]), process_group=rank.group)
     for _ in range(2):
@@ -295,19 +285,16 @@ def unused_gradients(rank, shape):
         (model[0].sum() + model[1].sum()).backward()
     raised = error_of(fails_in_backward(1 * model[0], rank.rank == 1).sum().backward)
     model[0].sum().backward()
-    return raised, model[0].grad.item(), model[1].grad
+    found = (raised, model[0].grad.item(), model[1].grad)
+    assert found == [(PeerError, 1.0, None), (ArithmeticError, 1.0, None)][rank.rank]
 
 
-@pytest.mark.parametrize("shape", [(1,), (1024, 1100)], ids=["with others", "alone"])
-def test_what_a_failed_round_has_kept_does_not_come_back(shape):
-    assert run_ranks(2, unused_gradients, shape) == [(PeerError, 1.0, None), (ArithmeticError, 1.0, None)]
-
-
-def buffers_after_a_failure(rank, skips):
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("hosts", ["", "aa"])
+@on_ranks(2, "hosts")
+def test_buffers_after_a_failure_are_equal_again_after_the_next_batch(rank, skips):
     """After a batch that has failed, or was left out, each rank has its own buffers; all have one's after the next."""
-    model = lockstep.replicate(
-        rank.make(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))), process_group=rank.group
-    )
+    model = replicated(rank, lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     x = torch.randn(4, 3, generator=rank.generator())
     model(x).sum().backward()
     loss = model(x).sum()
@@ -322,10 +309,4 @@ def buffers_after_a_failure(rank, skips):
     own = rank.all_equal(model[1].running_mean)
     model(x).sum().backward()
     lockstep.check_in_sync(model)
-    return own, rank.all_equal(model[1].running_mean)
-
-
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("hosts", ["", "aa"])
-def test_buffers_after_a_failure_are_equal_again_after_the_next_batch(hosts, skips):
-    assert run_ranks(2, buffers_after_a_failure, skips, hosts=hosts) == [(False, True)] * 2
+    assert (own, rank.all_equal(model[1].running_mean)) == (False, True)

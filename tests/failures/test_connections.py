@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep.failures import connections
 from lockstep.failures.connections import Connections, SilentPeers
 from lockstep.session.watch import _find_connections_of_gloo
-from processes import run_processes
+from processes import on_processes, run_processes
 
 
 def raised_in_collectives(rank, numel, rounds):
@@ -50,7 +50,8 @@ def test_no_send_is_lost_when_connections_end_while_collectives_run(numel, round
         assert [each for each in raised if "Timed out" in each] == []
 
 
-def peer_of_a_rank_that_closes(rank):
+@on_processes(2)
+def test_a_peer_notices_when_the_connections_are_closed(rank):
     """Return what a rank that has not shut anything down hears of one that has, before and after that one has
     closed."""
     group, connections, heard = dist.new_group(timeout=timedelta(seconds=2)), Connections(), []
@@ -70,11 +71,7 @@ def peer_of_a_rank_that_closes(rank):
             dist.all_reduce(torch.ones(1), group=group)
         except RuntimeError as error:
             heard.append("Timed out" in str(error))
-    return heard
-
-
-def test_a_peer_notices_when_the_connections_are_closed():
-    assert run_processes(2, peer_of_a_rank_that_closes) == [[], [False]]
+    assert heard == [[], [False]][rank.rank]
 
 
 def test_a_peer_that_has_acknowledged_everything_is_not_silent():

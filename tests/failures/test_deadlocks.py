@@ -18,7 +18,7 @@ import lockstep
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.failures import inquiry
 from lockstep.session.watch import _used
-from processes import run_processes
+from processes import on_processes, run_processes
 from threaded import run_ranks
 
 CALLS = {
@@ -341,7 +341,9 @@ def forks(rank, groups):
 GO_ON = [one_computes, in_other_orders, pipeline, waits_unseen, two_threads, threads_that_cross, stopped, forks]
 
 
-def go_on(rank):
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.around), "shm"])
+@on_processes(3, "backend")
+def test_waits_that_end_by_themselves_are_no_alarm(rank):
     soon()
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2], [0, 1, 2])]
     groups = [group if group is not dist.GroupMember.NON_GROUP_MEMBER else None for group in groups]
@@ -353,9 +355,3 @@ def go_on(rank):
                 time.sleep(PAUSE)
             model(torch.ones(2, 4)).sum().backward()
             assert watch.channel.failure is None, each.__name__
-    return True
-
-
-@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.around), "shm"])
-def test_waits_that_end_by_themselves_are_no_alarm(backend):
-    assert run_processes(3, go_on, backend=backend) == [True] * 3

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.errors import PeerError
 from processes import run_processes
+from programs.ranks import on_ranks, replicated
 from small_modules import CallInBackward, error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -67,17 +68,14 @@ def test_a_failure_is_told_before_the_program_has_its_exception(sim, first):
         assert seen == [(kind, 2 + more, 3 + more, 2.0, True)] + [(kind, 2, 3, 2.0, True)] * 19
 
 
-def fails_everywhere_on_an_accelerator(rank):
+@on_ranks(2)
+def test_after_a_failure_on_all_ranks_collectives_are_in_order(rank, sim):
     """All ranks fail; each then replicates another module at once, whose start has collectives of its own."""
     for _ in range(10):
         model = lockstep.replicate(Detour(f"sim:{rank.rank}"), process_group=rank.group)
         assert error_of(lambda model=model: model(x_of(rank), fails=True).sum().backward()) is ArithmeticError
-    other = lockstep.replicate(one_weight(), process_group=rank.group)
-    return good_step(rank, other)
-
-
-def test_after_a_failure_on_all_ranks_collectives_are_in_order(sim):
-    assert run_ranks(2, fails_everywhere_on_an_accelerator) == [True, True]
+    other = replicated(rank)
+    assert good_step(rank, other)
 
 
 # ------------------------------------------------------------------------------------------ whether
@@ -124,9 +122,12 @@ LOCAL = [
 ]
 
 
-def fails_locally(rank, how, modules):
+@pytest.mark.parametrize("how", LOCAL)
+@pytest.mark.parametrize("modules", [1, 2])
+@on_ranks(2)
+def test_a_pass_that_reaches_no_parameter_is_nobody_elses_concern(rank, how, modules):
     """One rank's own pass fails, which accumulates into no parameter that others wait for."""
-    models = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(modules)]
+    models = [replicated(rank) for _ in range(modules)]
     for model in models:
         assert good_step(rank, model)
     if rank.rank == 0:
@@ -134,28 +135,19 @@ def fails_locally(rank, how, modules):
         with count_collectives(rank) as sent:
             assert error_of(lambda: how(models[0], x)) is ArithmeticError
         assert not sent
-    return [good_step(rank, model) for model in (*models, *models)]
+    assert [good_step(rank, model) for model in (*models, *models)] == [True] * (2 * modules)
 
 
-@pytest.mark.parametrize("how", LOCAL)
-@pytest.mark.parametrize("modules", [1, 2])
-def test_a_pass_that_reaches_no_parameter_is_nobody_elses_concern(how, modules):
-    assert run_ranks(2, fails_locally, how, modules) == [[True] * (2 * modules)] * 2
-
-
-def test_a_pass_that_fails_without_synchronising_is_forgotten():
+@on_ranks(2)
+def test_a_pass_that_fails_without_synchronising_is_forgotten(rank):
     """It has come to the module's output, and to no parameter; the next one goes past the module's forward."""
-
-    def call(rank):
-        model = lockstep.replicate(Detour("cpu"), process_group=rank.group)
-        assert good_step(rank, model)
-        with model.no_sync():
-            failed = error_of(lambda: model(x_of(rank), fails=rank.rank == 0).sum().backward())
-        model.zero_grad()
-        model.layer(x_of(rank)).sum().backward()
-        return failed, model.layer.weight.grad.item()
-
-    assert run_ranks(2, call) == [(ArithmeticError, 1.5), (None, 1.5)]
+    model = lockstep.replicate(Detour("cpu"), process_group=rank.group)
+    assert good_step(rank, model)
+    with model.no_sync():
+        failed = error_of(lambda: model(x_of(rank), fails=rank.rank == 0).sum().backward())
+    model.zero_grad()
+    model.layer(x_of(rank)).sum().backward()
+    assert (failed, model.layer.weight.grad.item()) == [(ArithmeticError, 1.5), (None, 1.5)][rank.rank]
 
 
 # ------------------------------------------------------------------------------- whatever was called
@@ -209,19 +201,15 @@ class Recomputed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=True)
 
 
-def loss_fails(rank, modules):
+@pytest.mark.parametrize("modules", [1, 2])
+@on_ranks(2)
+def test_a_failure_is_told_before_it_gets_to_a_module_that_recomputes_all_of_itself(rank, modules):
     """A loss fails on one rank, before its backward has got to modules that none of its graph's leaves is of."""
     models = [lockstep.replicate(Recomputed(), process_group=rank.group) for _ in range(modules)]
     x = x_of(rank).requires_grad_()
     raised = error_of(lambda: fails_in_backward(sum(model(x) for model in models), rank.rank == 1).sum().backward())
-    return raised, [good_step(rank, model, x) for model in models]
-
-
-@pytest.mark.parametrize("modules", [1, 2])
-def test_a_failure_is_told_before_it_gets_to_a_module_that_recomputes_all_of_itself(modules):
-    told, failing = run_ranks(2, loss_fails, modules)
-    assert told == (PeerError, [True] * modules)
-    assert failing == (ArithmeticError, [True] * modules)
+    found = (raised, [good_step(rank, model, x) for model in models])
+    assert found == [(PeerError, [True] * modules), (ArithmeticError, [True] * modules)][rank.rank]
 
 
 def recomputed(module, x, depth):
@@ -231,8 +219,8 @@ def recomputed(module, x, depth):
 
 def loss_fails_before_checkpoints(rank, modules, depth):
     """A loss fails on one rank, before its backward has got to checkpoints around whole modules."""
-    models = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(modules)]
-    teacher = lockstep.replicate(one_weight(), process_group=rank.group)
+    models = [replicated(rank) for _ in range(modules)]
+    teacher = replicated(rank)
     seen = []
     for fails in (True, False):
         x = x_of(rank).requires_grad_()
@@ -255,25 +243,23 @@ def test_a_failure_is_told_before_it_gets_to_checkpoints_around_whole_modules(mo
         assert found == ([raised, [None] * modules, None, [1.5] * modules], [True] * (modules + 1))
 
 
-def loss_fails_after_loading(rank, past_forward):
+@pytest.mark.parametrize("past_forward", [False, True])
+@on_ranks(2)
+def test_a_failure_is_told_before_it_gets_to_parameters_that_are_new(rank, past_forward):
     """One rank's loss fails in backward, before the pass gets to a module all of whose parameters are new."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     good_step(rank, model)
     model.load_state_dict({"weight": torch.ones(1, 1)}, assign=True)
     loss = (nn.functional.linear(x_of(rank), model.weight) if past_forward else model(x_of(rank))).sum()
     if rank.rank == 1:
         loss.register_hook(lambda _: 1 // 0)
-    return error_of(loss.backward), good_step(rank, model)
-
-
-@pytest.mark.parametrize("past_forward", [False, True])
-def test_a_failure_is_told_before_it_gets_to_parameters_that_are_new(past_forward):
-    assert run_ranks(2, loss_fails_after_loading, past_forward) == [(PeerError, True), (ZeroDivisionError, True)]
+    found = (error_of(loss.backward), good_step(rank, model))
+    assert found == [(PeerError, True), (ZeroDivisionError, True)][rank.rank]
 
 
 def inner_pass(rank):
     """A pass inside of a pass fails, and what it was inside of goes on: nobody has to know."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
 
     def tries():
         with torch.enable_grad():
@@ -286,7 +272,7 @@ def inner_pass(rank):
 
 def inner_pass_of_the_module(rank):
     """The same, where the pass inside comes to the module's parameter, before the one around it does."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
 
     def tries():
         with torch.enable_grad():
@@ -303,25 +289,23 @@ def test_a_pass_inside_may_fail_alone(inner):
     assert run_ranks(2, inner) == [(1.5, True)] * 2
 
 
-def pass_in_a_hook(rank):
+@on_ranks(2)
+def test_a_pass_inside_of_another_fails_once(rank):
     """A hook of rank 0 runs a backward of its own through the module, which fails, and the pass around it as well."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     assert good_step(rank, model)
     loss = model(x_of(rank)).sum()
     if rank.rank == 0:
         inner = model(fails_in_backward(x_of(rank).requires_grad_())).sum()
         loss.register_hook(lambda _: inner.backward())  # before the pass around it has come to the module
     raised = error_of(loss.backward)
-    return raised, good_step(rank, model)
+    assert (raised, good_step(rank, model)) == [(ArithmeticError, True), (PeerError, True)][rank.rank]
 
 
-def test_a_pass_inside_of_another_fails_once():
-    assert run_ranks(2, pass_in_a_hook) == [(ArithmeticError, True), (PeerError, True)]
-
-
-def callback_fails(rank):
+@on_ranks(2)
+def test_a_failure_in_a_callback_of_the_engine_is_told(rank):
     """The engine's callback of somebody else raises on one rank: the pass has failed there, before its round."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
 
     def fail():
         raise ArithmeticError("a callback")
@@ -331,11 +315,8 @@ def callback_fails(rank):
     handle = model.weight.register_hook(lambda _: queue(fail) if rank.rank == 0 else None)
     raised = error_of(lambda: out.sum().backward())
     handle.remove()
-    return raised, model.weight.grad, good_step(rank, model)
-
-
-def test_a_failure_in_a_callback_of_the_engine_is_told():
-    assert run_ranks(2, callback_fails) == [(ArithmeticError, None, True), (PeerError, None, True)]
+    found = (raised, model.weight.grad, good_step(rank, model))
+    assert found == [(ArithmeticError, None, True), (PeerError, None, True)][rank.rank]
 
 
 def two_groups(rank):
@@ -361,9 +342,10 @@ def test_modules_on_two_groups_are_both_told():
     assert told == (PeerError, [True, True])
 
 
-def from_elsewhere(rank):
+@on_ranks(2)
+def test_a_pass_that_another_entry_begins(rank):
     """A pass that does not come through Python's entry to the engine, as one that C++ begins."""
-    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    model = replicated(rank)
     run = torch._C._ImperativeEngine().run_backward
 
     def backward(fails):
@@ -372,11 +354,8 @@ def from_elsewhere(rank):
 
     backward(False)
     grad = model.weight.grad.item()
-    return grad, error_of(lambda: backward(rank.rank == 0)), good_step(rank, model)
-
-
-def test_a_pass_that_another_entry_begins():
-    assert run_ranks(2, from_elsewhere) == [(1.5, ArithmeticError, True), (1.5, PeerError, True)]
+    found = (grad, error_of(lambda: backward(rank.rank == 0)), good_step(rank, model))
+    assert found == [(1.5, ArithmeticError, True), (1.5, PeerError, True)][rank.rank]
 
 
 def fails_and_ends(rank):

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
+from programs.ranks import on_ranks, replicated
 from small_modules import error_of, fails_in_backward
 from tensor_classes import Hiding, aten
 from threaded import run_ranks
@@ -62,7 +63,7 @@ class Unjoined(TorchDispatchMode):
 
 
 def buffer_fails(rank, buffered, modules):
-    models = [lockstep.replicate(rank.make(lambda: Net(buffered)), process_group=rank.group) for _ in range(modules)]
+    models = [replicated(rank, lambda: Net(buffered)) for _ in range(modules)]
     for model in models:
         mean_gradients(rank, model, 0)
         model.zero_grad()
@@ -136,7 +137,7 @@ class Uncopied(torch.Tensor):
 def late_gradient_fails(rank, buffered, policy):
     """A parameter that is used for the first time: its gradient is reduced after all others, and fails on one rank."""
     make = lambda: Net(buffered)  # noqa: E731
-    model = lockstep.replicate(rank.make(make), process_group=rank.group, buffer_policy=policy)
+    model = replicated(rank, make, buffer_policy=policy)
     model.last.requires_grad_(False)
     for _ in range(3):
         model.zero_grad()
@@ -172,47 +173,45 @@ def test_a_late_gradient_that_cannot_be_sent_is_told(buffered, policy, expected)
 # ------------------------------------------------------------------------- on accelerators
 
 
-def fails_once(rank):
+@pytest.mark.usefixtures("sim")
+@on_ranks(2, device="sim")
+def test_a_failure_is_told_once(rank):
     """One rank fails in one step; both go on whatever happens."""
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    model = replicated(rank, Net)
     raised = []
     for step in range(8):
         model.zero_grad()
         hidden = model.first(inputs(rank, step))
         loss = model.last(fails_in_backward(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
         raised.append(error_of(loss.backward))
-    return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
+    assert (raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]) == [
+        ([None] * 3 + [ArithmeticError] + [None] * 4, [True, True]),
+        ([None] * 3 + [PeerError] + [None] * 4, [True, True]),
+    ][rank.rank]
 
 
 @pytest.mark.usefixtures("sim")
-def test_a_failure_is_told_once():
-    failing, told = run_ranks(2, fails_once, device="sim")
-    assert failing == ([None] * 3 + [ArithmeticError] + [None] * 4, [True, True])
-    assert told == ([None] * 3 + [PeerError] + [None] * 4, [True, True])
-
-
-def weighs_once(rank):
+@on_ranks(2, device="sim")
+def test_a_weight_that_was_not_given_is_an_error_on_accelerators_too(rank):
     """Rank 0 gives a weight in one step, rank 1 never."""
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    model = replicated(rank, Net)
     raised = []
     for step in range(8):
         model.zero_grad()
         with lockstep.accumulate(model, weight=3.0 if step == 3 and rank.rank == 0 else None):
             raised.append(error_of(model(inputs(rank, step)).square().sum().backward))
-    return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
-
-
-@pytest.mark.usefixtures("sim")
-def test_a_weight_that_was_not_given_is_an_error_on_accelerators_too():
-    assert run_ranks(2, weighs_once, device="sim") == [([None] * 3 + [OptionError] + [None] * 4, [True, True])] * 2
+    assert raised == [None] * 3 + [OptionError] + [None] * 4
+    assert [mean_gradients(rank, model, seed) for seed in (1, 2)] == [True, True]
 
 
 # -------------------------------------------------------------------------------------------- hooks
 
 
-def held_hook_fails(rank, which):
+@pytest.mark.parametrize("which", [0, 1])
+@on_ranks(2)
+def test_a_held_hook_that_raises_does_not_keep_other_modules_from_their_rounds(rank, which):
     """A user's hook raises on one rank; the gradients of all modules have been reduced before."""
-    models = [lockstep.replicate(rank.make(Net), process_group=rank.group) for _ in range(2)]
+    models = [replicated(rank, Net) for _ in range(2)]
     handle = None
     if rank.rank == 1:
 
@@ -225,14 +224,7 @@ def held_hook_fails(rank, which):
     equal = [rank.all_equal(parameter.grad) for model in models for parameter in model.parameters()]
     if handle is not None:
         handle.remove()
-    return raised, equal
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_held_hook_that_raises_does_not_keep_other_modules_from_their_rounds(which):
-    others, failing = run_ranks(2, held_hook_fails, which)
-    assert others == (None, [True] * 4)
-    assert failing == (ArithmeticError, [True] * 4)
+    assert (raised, equal) == [(None, [True] * 4), (ArithmeticError, [True] * 4)][rank.rank]
 
 
 # ------------------------------------------------------------------------------- communication hooks
@@ -254,7 +246,7 @@ HOOKS = [tensor_hook, allreduce_hook, fp16_hook]
 
 
 def backward_fails_under_hooks(rank, make, cap):
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group, bucket_cap_mb=cap)
+    model = replicated(rank, Net, bucket_cap_mb=cap)
     model.register_comm_hook(*make(rank))
     reference = make is not fp16_hook
     for _ in range(2):
@@ -281,7 +273,7 @@ def test_a_failed_backward_is_told_through_communication_hooks(make, cap):
 
 def power_sgd(rank):
     """Three all-reduces a bucket, some begun by callbacks; its state goes on alike on all ranks."""
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group, bucket_cap_mb=1e-5)
+    model = replicated(rank, Net, bucket_cap_mb=1e-5)
     state = power.PowerSGDState(
         rank.group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
     )
@@ -307,7 +299,7 @@ def test_a_failed_backward_under_power_sgd():
 
 def hook_raises(rank, when, cap):
     """A communication hook raises on one rank, once, before it communicates or after."""
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group, bucket_cap_mb=cap)
+    model = replicated(rank, Net, bucket_cap_mb=cap)
     failures = [ArithmeticError("a hook")] if rank.rank == 1 else []
 
     def hook(state, bucket):
@@ -353,7 +345,7 @@ def test_a_rank_whose_communication_hook_raises_tells_it_and_waits_for_nobody(ho
                 raise failures.pop()
             return bucket.buffer()
 
-        model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+        model = replicated(rank, Net)
         model.register_comm_hook(None, hook)
         raised = error_of(lambda: model(inputs(rank)).backward())
         if rank.rank == 0:

@@ -20,7 +20,8 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CommunicationError, PeerError
-from processes import RankEndedError, run_processes
+from processes import RankEndedError, on_processes, run_processes
+from programs.ranks import on_ranks, replicated
 from small_modules import CallInBackward
 from threaded import run_ranks
 
@@ -83,31 +84,32 @@ def error_of(call):
 # ---------------------------------------------------------------------------------- backward raises
 
 
-def backward_fails(rank, failing, behind, options, first):
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5}])
+@pytest.mark.parametrize(("failing", "behind"), [(0, 1), (1, 2)])
+@on_ranks(3)
+def test_the_others_are_told_and_training_goes_on(rank, failing, behind, options, first):
     """One rank's backward fails, in the first round or later; then training goes on."""
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group, **options)
+    model = replicated(rank, Net, **options)
     if not first:
         mean_gradients(rank, model, 1)
         model.zero_grad()
     raised = error_of(lambda: model(inputs(rank), fail if rank.rank == failing else None, behind).backward())
-    return raised, [mean_gradients(rank, model, seed) for seed in range(3)]
+    went_on = [mean_gradients(rank, model, seed) for seed in range(3)]
+    if rank.rank == failing:
+        assert raised == (KeyError, repr(RAISED))
+    else:
+        assert raised[0] is PeerError
+        assert f"rank {rank.rank}: backward failed on rank {failing} in round {1 if first else 2};" in raised[1]
+        assert "that rank's own error says why. No gradient has been handed out" in raised[1]
+    assert went_on == [True] * 3
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5}])
-@pytest.mark.parametrize(("failing", "behind"), [(0, 1), (1, 2)])
-def test_the_others_are_told_and_training_goes_on(failing, behind, options, first):
-    for rank, (raised, went_on) in enumerate(run_ranks(3, backward_fails, failing, behind, options, first)):
-        if rank == failing:
-            assert raised == (KeyError, repr(RAISED))
-        else:
-            assert raised[0] is PeerError
-            assert f"rank {rank}: backward failed on rank {failing} in round {1 if first else 2};" in raised[1]
-            assert "that rank's own error says why. No gradient has been handed out" in raised[1]
-        assert went_on == [True] * 3
-
-
-def backward_fails_with_buffers(rank, size, policy, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])  # these cannot carry the report
+@pytest.mark.parametrize(("policy", "value"), [("rank0", 1.0), ("mean", 1.5)])
+@pytest.mark.parametrize("size", [3, 100_000])
+@on_ranks(2)
+def test_the_others_are_told_where_there_are_buffers(rank, size, policy, value, dtype):
     """As above, with buffers that ride, or that take a collective of their own."""
     model = lockstep.replicate(Net(size, dtype), process_group=rank.group, buffer_policy=policy, bucket_cap_mb=1e-5)
 
@@ -125,41 +127,29 @@ def backward_fails_with_buffers(rank, size, policy, dtype):
         run(seed)
         seen.append(model.kept.unique().item())
     equal = all(rank.all_equal(torch.view_as_real(p.grad) if p.is_complex() else p.grad) for p in model.parameters())
-    return raised, kept, seen, equal
+    assert (raised, kept, seen, equal) == [(PeerError, 1.0, [value] * 2, True), (KeyError, 2.0, [value] * 2, True)][
+        rank.rank
+    ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])  # these cannot carry the report
-@pytest.mark.parametrize(("policy", "value"), [("rank0", 1.0), ("mean", 1.5)])
-@pytest.mark.parametrize("size", [3, 100_000])
-def test_the_others_are_told_where_there_are_buffers(size, policy, value, dtype):
-    results = run_ranks(2, backward_fails_with_buffers, size, policy, dtype)
-    assert results == [(PeerError, 1.0, [value] * 2, True), (KeyError, 2.0, [value] * 2, True)]
-
-
-def all_fail(rank):
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+@on_ranks(2)
+def test_all_ranks_may_fail_at_once(rank):
+    model = replicated(rank, Net)
     raised = error_of(lambda: model(inputs(rank), fail, 2).backward())[0]
-    return raised, mean_gradients(rank, model, 1)
+    assert (raised, mean_gradients(rank, model, 1)) == (KeyError, True)
 
 
-def test_all_ranks_may_fail_at_once():
-    assert run_ranks(2, all_fail) == [(KeyError, True)] * 2
-
-
-def fails_without_sync(rank):
+@on_ranks(2)
+def test_a_failure_that_nobody_waits_for_is_told_to_nobody(rank):
     """A failure under no_sync is this rank's alone."""
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    model = replicated(rank, Net)
     with model.no_sync():
         raised = error_of(lambda: model(inputs(rank), fail if rank.rank else None).backward())[0]
-    return raised, mean_gradients(rank, model, 1)
-
-
-def test_a_failure_that_nobody_waits_for_is_told_to_nobody():
-    assert run_ranks(2, fails_without_sync) == [(None, True), (KeyError, True)]
+    assert (raised, mean_gradients(rank, model, 1)) == [(None, True), (KeyError, True)][rank.rank]
 
 
 def two_modules(rank, failing=(0,)):
-    one, other = (lockstep.replicate(rank.make(Net), process_group=rank.group) for _ in range(2))
+    one, other = (replicated(rank, Net) for _ in range(2))
 
     def run(call):
         (one(inputs(rank), call, 2) + other(inputs(rank))).backward()
@@ -185,7 +175,7 @@ def test_several_ranks_that_fail_where_there_are_several_modules():
 
 
 def hook_fails(rank):
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    model = replicated(rank, Net)
 
     def hook(state, bucket):
         if rank.rank == 1:
@@ -204,7 +194,8 @@ def test_hooks_that_go_on_failing_on_one_rank_end_in_a_timeout_on_the_others():
     assert "look at the first error of the other ranks" in message
 
 
-def memory_fails(rank):
+@on_processes(2, backend="shm")
+def test_an_allocation_that_fails_is_told(rank):
     """The memory of a bucket cannot be had on one rank, at the end of backward; then it can."""
     model = lockstep.replicate(rank.make(lambda: nn.Linear(700, 700)))
     if rank.rank == 1:
@@ -214,11 +205,7 @@ def memory_fails(rank):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     model.zero_grad()
     model(torch.full((1, 700), rank.rank + 1.0)).sum().backward()
-    return raised, model.weight.grad.unique().item()
-
-
-def test_an_allocation_that_fails_is_told():
-    assert run_processes(2, memory_fails, backend="shm") == [(PeerError, 1.5), (OSError, 1.5)]
+    assert (raised, model.weight.grad.unique().item()) == [(PeerError, 1.5), (OSError, 1.5)][rank.rank]
 
 
 # ---------------------------------------------------------------------------------- ranks that end
@@ -249,7 +236,7 @@ def test_a_rank_that_ends_is_an_error_on_the_others(how, code):
 
 
 def one_less(rank):
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    model = replicated(rank, Net)
     for step in range(3 - rank.rank):
         model.zero_grad()
         model(inputs(rank, step)).backward()
@@ -263,30 +250,28 @@ def test_a_rank_with_one_backward_less_is_an_error_on_the_others():
     assert "one batch less" in str(first)
 
 
-def another_round(rank, ahead):
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+@pytest.mark.parametrize("ahead", [1, 5, 15])
+@on_ranks(2)
+def test_ranks_in_different_rounds_do_not_mix_their_gradients(rank, ahead):
+    words = f"{ahead} ahead", f"{ahead} behind"
+    model = replicated(rank, Net)
     mean_gradients(rank, model, 0)
     if rank.rank == 1:
         state = lockstep.distributed.training_state_dict(model)
         lockstep.distributed.load_training_state_dict(model, {**state, "round": state["round"] + ahead})
-    return error_of(lambda: model(inputs(rank)).backward())
-
-
-@pytest.mark.parametrize("ahead", [1, 5, 15])
-def test_ranks_in_different_rounds_do_not_mix_their_gradients(ahead):
-    words = f"{ahead} ahead", f"{ahead} behind"
-    for rank, (kind, message) in enumerate(run_ranks(2, another_round, ahead)):
-        assert kind is PeerError
-        number = 2 if rank == 0 else 2 + ahead
-        assert f"rank {rank} is in its synchronised backward number {number}" in message
-        assert f"rank {1 - rank} is {words[rank]}" in message
-        assert "Let every rank run backward for every batch, or use join()" in message
+    kind, message = error_of(lambda: model(inputs(rank)).backward())
+    assert kind is PeerError
+    number = 2 if rank.rank == 0 else 2 + ahead
+    assert f"rank {rank.rank} is in its synchronised backward number {number}" in message
+    assert f"rank {1 - rank.rank} is {words[rank.rank]}" in message
+    assert "Let every rank run backward for every batch, or use join()" in message
 
 
 # ---------------------------------------------------------------------------------- the group
 
 
-def group_destroyed(rank):
+@on_processes(2)
+def test_a_group_that_has_been_destroyed(rank):
     model = lockstep.replicate(rank.make(Net))
     mean_gradients(rank, model, 0)
     model.zero_grad()
@@ -295,16 +280,12 @@ def group_destroyed(rank):
     model(inputs(rank))
     with model.no_sync():
         model(inputs(rank)).backward()
-    return error_of(lambda: model(inputs(rank)).backward())
-
-
-def test_a_group_that_has_been_destroyed():
-    for rank, (kind, message) in enumerate(run_processes(2, group_destroyed)):
-        assert kind is CommunicationError
-        assert message.startswith(
-            f"rank {rank}: the process group has been destroyed; gradients cannot be synchronised"
-        )
-        assert "or run this one under no_sync()" in message
+    kind, message = error_of(lambda: model(inputs(rank)).backward())
+    assert kind is CommunicationError
+    assert message.startswith(
+        f"rank {rank.rank}: the process group has been destroyed; gradients cannot be synchronised"
+    )
+    assert "or run this one under no_sync()" in message
 
 
 def group_comes_later(rank, folder):
@@ -347,7 +328,9 @@ def test_a_rank_outside_of_the_group_is_told():
 # ---------------------------------------------------------------------------------- forks
 
 
-def trains_in_a_child(rank):
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@on_processes(2, "backend")
+def test_a_child_that_runs_backward_is_told_and_does_not_take_its_parents_place(rank):
     """A child that runs backward does not take its parent's place; neither does one that replicates."""
     model = lockstep.replicate(nn.Linear(3, 1))
     hooked = lockstep.replicate(nn.Linear(3, 1), process_group=dist.new_group())
@@ -381,12 +364,7 @@ def trains_in_a_child(rank):
     _, status = os.waitpid(pid, 0)
     model.zero_grad()
     model((rank.rank + 1) * torch.ones(2, 3)).sum().backward()
-    return os.waitstatus_to_exitcode(status), model.weight.grad.tolist()
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_child_that_runs_backward_is_told_and_does_not_take_its_parents_place(backend):
-    assert run_processes(2, trains_in_a_child, backend=backend) == [(3, [[3.0, 3.0, 3.0]])] * 2
+    assert (os.waitstatus_to_exitcode(status), model.weight.grad.tolist()) == (3, [[3.0, 3.0, 3.0]])
 
 
 @pytest.mark.around

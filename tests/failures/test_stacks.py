@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
 from lockstep.failures.stacks import NAME, _able, answering, ask, no_collection, own_stack
-from processes import run_processes
+from processes import on_processes, run_processes
 
 pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
 
@@ -286,7 +286,8 @@ def test_a_process_of_another_user_cannot_be_asked():
     os.close(here), os.close(there)
 
 
-def asked_by_several(rank):
+@on_processes(2)
+def test_several_may_ask_at_once(rank):
     """Rank 1 runs no Python meanwhile: faulthandler crashes now and then as it reads the stacks of threads that run."""
     pid = pid_of(rank, 1)
     with answering():
@@ -295,13 +296,8 @@ def asked_by_several(rank):
             with ThreadPoolExecutor(4) as askers:
                 told = list(askers.map(lambda _: ask(pid, 60), range(20)))
         rank.gather(torch.zeros(1))
-    return [[thread.frames[0].function for thread in stacks.threads] for stacks in told] if rank.rank == 0 else "fine"
-
-
-def test_several_may_ask_at_once():
-    told, asked = run_processes(2, asked_by_several)
-    assert told == [["<module>"]] * 20
-    assert asked == "fine"
+    found = [[thread.frames[0].function for thread in stacks.threads] for stacks in told] if rank.rank == 0 else "fine"
+    assert found == [[["<module>"]] * 20, "fine"][rank.rank]
 
 
 def test_a_collection_that_ends_the_thread_whose_stack_is_read():

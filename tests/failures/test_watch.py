@@ -17,7 +17,7 @@ import lockstep
 from lockstep.failures import channel
 from lockstep.session import watch
 from lockstep.session.watch import forget_failed_passes
-from processes import run_processes
+from processes import on_processes, run_processes
 
 
 def waits_by_itself(rank, folder, backend, own_group):
@@ -60,7 +60,8 @@ def test_a_collective_of_the_program_ends_when_a_peer_fails_and_other_groups_go_
         assert values == [2.0] * 3
 
 
-def goes_on_after_the_watch(rank):
+@on_processes(2)
+def test_the_group_goes_on_after_a_watch_in_which_nobody_failed(rank):
     """Rank 1 is done with the watch at once, and rank 0 long after that; the group belongs to the program."""
     watch.LEFT_SECONDS = channel.LEFT_SECONDS = 0.2
     with lockstep.watch():
@@ -68,11 +69,7 @@ def goes_on_after_the_watch(rank):
             time.sleep(0.5)
     values = torch.ones(1)
     dist.all_reduce(values)
-    return values.item()
-
-
-def test_the_group_goes_on_after_a_watch_in_which_nobody_failed():
-    assert run_processes(2, goes_on_after_the_watch) == [2.0, 2.0]
+    assert values.item() == 2.0
 
 
 def one_step_more(rank):
@@ -114,14 +111,11 @@ def fail(_):
     raise ValueError
 
 
-def cannot_begin(rank):
+@on_processes(2)
+def test_a_watch_that_cannot_begin_is_an_error(rank):
     watch._find_connections_of_gloo = lambda group, connections: fail(group)
     with pytest.raises((ValueError, lockstep.errors.PeerFailure)):
         lockstep.watch()
-
-
-def test_a_watch_that_cannot_begin_is_an_error():
-    run_processes(2, cannot_begin)
 
 
 def failed_pass():
