@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 from lockstep.distributed import ProcessGroupShm
 from lockstep.errors import AgreementError, CommunicationError, LayoutError, OptionError
 from lockstep.shm import one_host
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -210,15 +211,13 @@ def test_sixteen_ranks_of_which_not_all_have_a_shard():
     run_ranks(16, call, hosts="a" * 16)
 
 
-def test_memory_that_is_viewed_as_another_dtype_is_found():
-    def call(rank):
-        pool = rank.group.allocate(1 << 20, torch.uint8)
-        halves = pool[64 * rank.rank :].view(torch.bfloat16)[: 1 << 18].copy_(drawn(rank.rank, 1 << 18, torch.bfloat16))
-        square = halves.view(512, 512)
-        dist.all_reduce(square, group=rank.group)
-        same(halves, combined([drawn(each, 1 << 18, torch.bfloat16) for each in range(3)]))
-
-    run_ranks(3, call, hosts="aaa")
+@on_ranks(3, hosts="aaa")
+def test_memory_that_is_viewed_as_another_dtype_is_found(rank):
+    pool = rank.group.allocate(1 << 20, torch.uint8)
+    halves = pool[64 * rank.rank :].view(torch.bfloat16)[: 1 << 18].copy_(drawn(rank.rank, 1 << 18, torch.bfloat16))
+    square = halves.view(512, 512)
+    dist.all_reduce(square, group=rank.group)
+    same(halves, combined([drawn(each, 1 << 18, torch.bfloat16) for each in range(3)]))
 
 
 def test_output_and_input_may_be_the_same_memory():
@@ -304,26 +303,24 @@ def test_every_dtype_and_operation_is_taken_or_refused_by_all(world):
                         same(got, wanted)
 
 
-def test_an_operation_that_is_refused_is_refused_in_every_collective():
-    def call(rank):
-        group, x = rank.group, torch.zeros(4, dtype=torch.complex32)
-        for numel in (0, 4, ONE_EXCHANGE + 1):
-            y = torch.zeros(numel, dtype=torch.bool)
-            with pytest.raises(OptionError, match=r"cannot reduce torch\.bool with AVG"):
-                dist.all_reduce(y, ReduceOp.AVG, group=group)
-            with pytest.raises(OptionError, match="use another operation, or convert"):
-                dist.reduce(y, group=group, group_dst=1, op=ReduceOp.AVG)
-            with pytest.raises(OptionError):
-                dist.reduce_scatter(y, [y.clone(), y.clone()], ReduceOp.AVG, group=group)
-        with pytest.raises(OptionError):  # it can be added, and not divided
-            group.allreduce([x], options(dist.AllreduceOptions, "AVG")).wait()
-        with pytest.raises(OptionError, match="PREMUL_SUM"):
-            dist.all_reduce(y, dist._make_nccl_premul_sum(2.0), group=group)
-        y = torch.ones(3)
-        dist.all_reduce(y, group=group)
-        assert y.eq(2).all()
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_an_operation_that_is_refused_is_refused_in_every_collective(rank):
+    group, x = rank.group, torch.zeros(4, dtype=torch.complex32)
+    for numel in (0, 4, ONE_EXCHANGE + 1):
+        y = torch.zeros(numel, dtype=torch.bool)
+        with pytest.raises(OptionError, match=r"cannot reduce torch\.bool with AVG"):
+            dist.all_reduce(y, ReduceOp.AVG, group=group)
+        with pytest.raises(OptionError, match="use another operation, or convert"):
+            dist.reduce(y, group=group, group_dst=1, op=ReduceOp.AVG)
+        with pytest.raises(OptionError):
+            dist.reduce_scatter(y, [y.clone(), y.clone()], ReduceOp.AVG, group=group)
+    with pytest.raises(OptionError):  # it can be added, and not divided
+        group.allreduce([x], options(dist.AllreduceOptions, "AVG")).wait()
+    with pytest.raises(OptionError, match="PREMUL_SUM"):
+        dist.all_reduce(y, dist._make_nccl_premul_sum(2.0), group=group)
+    y = torch.ones(3)
+    dist.all_reduce(y, group=group)
+    assert y.eq(2).all()
 
 
 MOVED = [*DTYPES, torch.complex32, torch.uint16, torch.uint32, torch.uint64]
@@ -406,7 +403,9 @@ def test_every_collective_moves_every_dtype(hosts):
             assert (zero[name, dtype], one[name, dtype]) == each, (name, dtype)
 
 
-def odd_shapes(rank):
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@on_ranks(2, "hosts")
+def test_any_layout_goes_through_gloo(rank):
     """Rows, no elements, layouts with gaps; what is gathered into an expanded tensor is refused."""
     group, own, world = rank.group, rank.rank, rank.world
     x = torch.arange(24.0).view(6, 4)[:, ::2] + 100 * own
@@ -436,18 +435,10 @@ def odd_shapes(rank):
         group.scatter([torch.empty(1).expand(12)], [[torch.empty(12)] * world], root(own, True))
 
 
-@pytest.mark.parametrize("hosts", ["aa", "ab"])
-def test_any_layout_goes_through_gloo(hosts):
-    run_ranks(2, odd_shapes, hosts=hosts)
-
-
 @pytest.mark.parametrize("repeat", [1, 80_000])
-def test_half_precision_is_rounded_once(repeat):
+@on_ranks(5, hosts="aaaaa")
+def test_half_precision_is_rounded_once(rank, repeat):
     """One after the other the small ones would be lost, and the sum of a mean would be infinite."""
-
-    def call(rank):
-        for where in WHERE:
-            check(rank, where)
 
     def check(rank, where):
         for dtype, big in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
@@ -458,7 +449,8 @@ def test_half_precision_is_rounded_once(repeat):
         dist.all_reduce(x.tensor, ReduceOp.AVG, group=rank.group)
         x.check(torch.full((repeat,), 60000.0, dtype=torch.float16))
 
-    run_ranks(5, call, hosts="aaaaa")
+    for where in WHERE:
+        check(rank, where)
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PRODUCT", "MIN", "MAX"])
@@ -612,62 +604,58 @@ def test_any_layout_is_written_where_it_lies(layout, numel):
     run_ranks(3, call, hosts="aaa")
 
 
-def test_an_expanded_tensor_can_be_given_and_not_be_written():
-    def call(rank):
-        group, own = rank.group, torch.full((1,), rank.rank + 1.0)
-        wide = own.expand(6)
-        with pytest.raises(LayoutError, match=r"all_reduce: .* expanded tensor"):
-            dist.all_reduce(wide, group=group)
-        with pytest.raises(LayoutError, match="all_gather"):
-            dist.all_gather([wide, torch.empty(6)], wide, group=group)
-        with pytest.raises(LayoutError, match="reduce_scatter"):
-            dist.reduce_scatter(wide, [wide, wide], group=group)
-        outputs = [torch.empty(6), torch.empty(6)]
-        dist.all_gather(outputs, wide, group=group)
-        assert [output.tolist() for output in outputs] == [[1.0] * 6, [2.0] * 6]
-        received = wide if rank.rank == 0 else torch.empty(6)
-        dist.broadcast(received, group=group, group_src=0)
-        assert received.tolist() == [1.0] * 6
-        assert own.item() == rank.rank + 1
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_an_expanded_tensor_can_be_given_and_not_be_written(rank):
+    group, own = rank.group, torch.full((1,), rank.rank + 1.0)
+    wide = own.expand(6)
+    with pytest.raises(LayoutError, match=r"all_reduce: .* expanded tensor"):
+        dist.all_reduce(wide, group=group)
+    with pytest.raises(LayoutError, match="all_gather"):
+        dist.all_gather([wide, torch.empty(6)], wide, group=group)
+    with pytest.raises(LayoutError, match="reduce_scatter"):
+        dist.reduce_scatter(wide, [wide, wide], group=group)
+    outputs = [torch.empty(6), torch.empty(6)]
+    dist.all_gather(outputs, wide, group=group)
+    assert [output.tolist() for output in outputs] == [[1.0] * 6, [2.0] * 6]
+    received = wide if rank.rank == 0 else torch.empty(6)
+    dist.broadcast(received, group=group, group_src=0)
+    assert received.tolist() == [1.0] * 6
+    assert own.item() == rank.rank + 1
 
 
-def test_wrong_tensors_are_refused_before_anything_begins():
-    def call(rank):
-        group, x = rank.group, torch.zeros(4)
-        for wrong, message in [
-            (lambda: dist.all_gather([x, x, x], x, group=group), "expected 2 tensors, one for each rank, got 3"),
-            (lambda: dist.all_gather([x, x[1:].clone()], x, group=group), "expected 4 elements, got 3 in tensor 1"),
-            (lambda: dist.reduce_scatter(x, [x, x[1:].clone()], group=group), "expected 4 elements, got 3 in tensor 1"),
-            (lambda: all_gather_single(torch.zeros(7), x, group=group), "expected 8 elements, got 7"),
-            (lambda: reduce_scatter_single(x, torch.zeros(7), group=group), "expected 8 elements, got 7"),
-            (lambda: reduce_scatter_single(x, torch.zeros(8).double(), group=group), "one dtype"),
-            # PyTorch's Gloo exchanges parts of elements.
-            (
-                lambda: dist.all_to_all_single(x[:3].clone(), x[:3], group=group),
-                "a multiple of 2 elements.*, got 3",
-            ),
-            (lambda: dist.all_to_all_single(x[0].clone(), x[0], group=group), "a multiple of 2 elements.*, got 1"),
-            (
-                lambda: dist.all_to_all_single(x.clone(), x, [2, 2], [3, 3], group=group),
-                r"of the input.*dimension 0, 4, got \[3, 3\]",
-            ),
-            (
-                lambda: dist.all_to_all_single(x.clone(), x, [5, -1], [2, 2], group=group),
-                r"of the output.*dimension 0, 4, got \[5, -1\]",
-            ),
-            (lambda: dist.all_to_all([x.clone()] * 3, [x] * 2, group=group), "expected 2 tensors.*got 3"),
-            (lambda: group.allreduce([]).wait(), "at least one tensor"),
-            (lambda: group.allreduce_coalesced([x, x.double()]).wait(), "one dtype"),
-            (lambda: all_gather_single(torch.zeros(8).double(), x, group=group), "one dtype"),
-            (lambda: dist.broadcast(x.to_sparse(), group=group, group_src=0), "dense"),
-        ]:
-            with pytest.raises((LayoutError, ValueError, TypeError), match=message):
-                wrong()
-        dist.barrier(group=group)
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_wrong_tensors_are_refused_before_anything_begins(rank):
+    group, x = rank.group, torch.zeros(4)
+    for wrong, message in [
+        (lambda: dist.all_gather([x, x, x], x, group=group), "expected 2 tensors, one for each rank, got 3"),
+        (lambda: dist.all_gather([x, x[1:].clone()], x, group=group), "expected 4 elements, got 3 in tensor 1"),
+        (lambda: dist.reduce_scatter(x, [x, x[1:].clone()], group=group), "expected 4 elements, got 3 in tensor 1"),
+        (lambda: all_gather_single(torch.zeros(7), x, group=group), "expected 8 elements, got 7"),
+        (lambda: reduce_scatter_single(x, torch.zeros(7), group=group), "expected 8 elements, got 7"),
+        (lambda: reduce_scatter_single(x, torch.zeros(8).double(), group=group), "one dtype"),
+        # PyTorch's Gloo exchanges parts of elements.
+        (
+            lambda: dist.all_to_all_single(x[:3].clone(), x[:3], group=group),
+            "a multiple of 2 elements.*, got 3",
+        ),
+        (lambda: dist.all_to_all_single(x[0].clone(), x[0], group=group), "a multiple of 2 elements.*, got 1"),
+        (
+            lambda: dist.all_to_all_single(x.clone(), x, [2, 2], [3, 3], group=group),
+            r"of the input.*dimension 0, 4, got \[3, 3\]",
+        ),
+        (
+            lambda: dist.all_to_all_single(x.clone(), x, [5, -1], [2, 2], group=group),
+            r"of the output.*dimension 0, 4, got \[5, -1\]",
+        ),
+        (lambda: dist.all_to_all([x.clone()] * 3, [x] * 2, group=group), "expected 2 tensors.*got 3"),
+        (lambda: group.allreduce([]).wait(), "at least one tensor"),
+        (lambda: group.allreduce_coalesced([x, x.double()]).wait(), "one dtype"),
+        (lambda: all_gather_single(torch.zeros(8).double(), x, group=group), "one dtype"),
+        (lambda: dist.broadcast(x.to_sparse(), group=group, group_src=0), "dense"),
+    ]:
+        with pytest.raises((LayoutError, ValueError, TypeError), match=message):
+            wrong()
+    dist.barrier(group=group)
 
 
 def with_gradients(rank):
@@ -700,127 +688,116 @@ def test_version_counters_move_no_further_than_with_gloo():
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, ONE_EXCHANGE)])
-def test_parameters_that_require_gradients_stay_what_they_are(shape):
-    def call(rank):
-        values = drawn(rank.rank, torch.Size(shape).numel()).view(shape)
-        weight = torch.nn.Parameter(values.clone())
-        other = torch.nn.Parameter(values.clone().t())
-        for parameter in (weight, other):
-            dist.all_reduce(parameter, group=rank.group)
-            assert parameter.is_leaf
-            assert parameter.requires_grad
-            assert parameter.grad_fn is None
-        wanted = combined([drawn(each, values.numel()).view(shape) for each in range(2)])
-        same(weight.detach(), wanted)
-        same(other.detach(), wanted.t())
-        # A result that has a history keeps it.
-        product = weight * 2
-        dist.broadcast(product, group=rank.group, group_src=0)
-        product.sum().backward()
-        assert weight.grad.eq(2).all()
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_parameters_that_require_gradients_stay_what_they_are(rank, shape):
+    values = drawn(rank.rank, torch.Size(shape).numel()).view(shape)
+    weight = torch.nn.Parameter(values.clone())
+    other = torch.nn.Parameter(values.clone().t())
+    for parameter in (weight, other):
+        dist.all_reduce(parameter, group=rank.group)
+        assert parameter.is_leaf
+        assert parameter.requires_grad
+        assert parameter.grad_fn is None
+    wanted = combined([drawn(each, values.numel()).view(shape) for each in range(2)])
+    same(weight.detach(), wanted)
+    same(other.detach(), wanted.t())
+    # A result that has a history keeps it.
+    product = weight * 2
+    dist.broadcast(product, group=rank.group, group_src=0)
+    product.sum().backward()
+    assert weight.grad.eq(2).all()
 
 
 @pytest.mark.parametrize("numel", [8, 2 * ONE_EXCHANGE])
-def test_modes_of_the_thread_that_waits_make_no_difference(numel):
+@on_ranks(2, hosts="aa")
+def test_modes_of_the_thread_that_waits_make_no_difference(rank, numel):
     modes = [torch.inference_mode, torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
-
-    def call(rank):
-        given = [drawn(each, numel) for each in range(2)]
-        wanted = combined(given)
-        for mode in (*modes, lambda: torch.device("meta")):
-            with mode():
-                own = torch.empty(numel, device="cpu").copy_(given[rank.rank])
-                for values in (own, own.view(2, -1).t()):
-                    for asynchronous in (False, True):
-                        allocated = rank.group.allocate(numel).copy_(own)
-                        x = values.clone()
-                        for tensor in (x, allocated):
-                            work = dist.all_reduce(tensor, group=rank.group, async_op=asynchronous)
-                            if work is not None:
-                                work.wait()
-                        same(allocated, wanted)
-                        same(x.t().reshape(-1), wanted)
-                        assert x.is_inference() == values.is_inference()
-
-    run_ranks(2, call, hosts="aa")
+    given = [drawn(each, numel) for each in range(2)]
+    wanted = combined(given)
+    for mode in (*modes, lambda: torch.device("meta")):
+        with mode():
+            own = torch.empty(numel, device="cpu").copy_(given[rank.rank])
+            for values in (own, own.view(2, -1).t()):
+                for asynchronous in (False, True):
+                    allocated = rank.group.allocate(numel).copy_(own)
+                    x = values.clone()
+                    for tensor in (x, allocated):
+                        work = dist.all_reduce(tensor, group=rank.group, async_op=asynchronous)
+                        if work is not None:
+                            work.wait()
+                    same(allocated, wanted)
+                    same(x.t().reshape(-1), wanted)
+                    assert x.is_inference() == values.is_inference()
 
 
-def test_several_tensors_are_moved_as_one():
-    def call(rank):
-        own, world, group = rank.rank, rank.world, rank.group
-        lengths = (3, 0, ONE_EXCHANGE + 5, 40)
+@on_ranks(3, hosts="aaa")
+def test_several_tensors_are_moved_as_one(rank):
+    own, world, group = rank.rank, rank.world, rank.group
+    lengths = (3, 0, ONE_EXCHANGE + 5, 40)
 
-        def tensors(of):
-            return [drawn(of, length, seed=index) for index, length in enumerate(lengths)]
+    def tensors(of):
+        return [drawn(of, length, seed=index) for index, length in enumerate(lengths)]
 
-        wanted = [combined([drawn(each, n, seed=i) for each in range(world)]) for i, n in enumerate(lengths)]
-        xs = tensors(own)
-        group.allreduce_coalesced(xs, options(dist.AllreduceCoalescedOptions)).wait()
-        ys = tensors(own)
-        with dist._coalescing_manager(group, async_ops=True) as manager:
-            for y in ys:
-                dist.all_reduce(y, group=group)
-        manager.wait()
-        for x, y, each in zip(xs, ys, wanted, strict=True):
-            same(x, each)
-            same(y, each)
+    wanted = [combined([drawn(each, n, seed=i) for each in range(world)]) for i, n in enumerate(lengths)]
+    xs = tensors(own)
+    group.allreduce_coalesced(xs, options(dist.AllreduceCoalescedOptions)).wait()
+    ys = tensors(own)
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        for y in ys:
+            dist.all_reduce(y, group=group)
+    manager.wait()
+    for x, y, each in zip(xs, ys, wanted, strict=True):
+        same(x, each)
+        same(y, each)
 
-        outputs = [torch.empty(world * n) for n in lengths]
-        with dist._coalescing_manager(group):
-            for output, x in zip(outputs, tensors(own), strict=True):
-                all_gather_single(output, x, group=group)
-        for index, output in enumerate(outputs):
-            same(output, torch.cat([tensors(each)[index] for each in range(world)]))
+    outputs = [torch.empty(world * n) for n in lengths]
+    with dist._coalescing_manager(group):
+        for output, x in zip(outputs, tensors(own), strict=True):
+            all_gather_single(output, x, group=group)
+    for index, output in enumerate(outputs):
+        same(output, torch.cat([tensors(each)[index] for each in range(world)]))
 
-        parts = [torch.empty(n) for n in lengths]
-        with dist._coalescing_manager(group):
-            for part, output in zip(parts, outputs, strict=True):
-                reduce_scatter_single(part, output, ReduceOp.MAX, group=group)
-        for part, x in zip(parts, tensors(own), strict=True):
-            same(part, x)
+    parts = [torch.empty(n) for n in lengths]
+    with dist._coalescing_manager(group):
+        for part, output in zip(parts, outputs, strict=True):
+            reduce_scatter_single(part, output, ReduceOp.MAX, group=group)
+    for part, x in zip(parts, tensors(own), strict=True):
+        same(part, x)
 
-        lists = [[torch.empty(n) for n in lengths] for _ in range(world)]
-        group.allgather_coalesced(lists, tensors(own)).wait()
-        for each, got in enumerate(lists):
-            for x, y in zip(got, tensors(each), strict=True):
-                same(x, y)
-
-    run_ranks(3, call, hosts="aaa")
+    lists = [[torch.empty(n) for n in lengths] for _ in range(world)]
+    group.allgather_coalesced(lists, tensors(own)).wait()
+    for each, got in enumerate(lists):
+        for x, y in zip(got, tensors(each), strict=True):
+            same(x, y)
 
 
 # ------------------------------------------------------------------------------------------- works
 
 
-def test_a_work_can_be_asked_and_waited_for_again_and_again():
-    def call(rank):
-        x = torch.ones(5)
-        work = dist.all_reduce(x, group=rank.group, async_op=True)
-        assert work.wait()
-        assert work.wait()
-        assert work.wait(timedelta(seconds=5))
-        assert work.is_completed()
-        assert work.is_success()
-        assert work.exception() is None
-        assert work.result()[0] is x
-        assert work.get_future().wait()[0] is x
-        work.synchronize()
-        assert x.tolist() == [2.0] * 5
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_a_work_can_be_asked_and_waited_for_again_and_again(rank):
+    x = torch.ones(5)
+    work = dist.all_reduce(x, group=rank.group, async_op=True)
+    assert work.wait()
+    assert work.wait()
+    assert work.wait(timedelta(seconds=5))
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.result()[0] is x
+    assert work.get_future().wait()[0] is x
+    work.synchronize()
+    assert x.tolist() == [2.0] * 5
 
 
-def test_a_work_that_nobody_waits_for_is_done_in_the_background():
-    def call(rank):
-        x, done = torch.ones(5), threading.Event()
-        work = dist.all_reduce(x, group=rank.group, async_op=True)
-        work.get_future().then(lambda _: done.set())
-        assert done.wait(10)
-        assert work.is_completed()
-        assert x.tolist() == [2.0] * 5
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_a_work_that_nobody_waits_for_is_done_in_the_background(rank):
+    x, done = torch.ones(5), threading.Event()
+    work = dist.all_reduce(x, group=rank.group, async_op=True)
+    work.get_future().then(lambda _: done.set())
+    assert done.wait(10)
+    assert work.is_completed()
+    assert x.tolist() == [2.0] * 5
 
 
 def test_waiting_can_be_given_up_and_the_collective_goes_on():
@@ -842,18 +819,16 @@ def test_waiting_can_be_given_up_and_the_collective_goes_on():
     run_ranks(2, call, hosts="aa")
 
 
-def test_an_error_is_raised_at_each_wait_and_by_the_future():
-    def call(rank):
-        work = dist.all_reduce(torch.ones(5, dtype=torch.bool), ReduceOp.AVG, group=rank.group, async_op=True)
-        future = work.get_future()
-        for wait, kind in ((work.wait, OptionError), (work.wait, OptionError), (future.wait, RuntimeError)):
-            with pytest.raises(kind, match=r"cannot reduce torch\.bool with AVG"):
-                wait()
-        assert work.is_completed()
-        assert not work.is_success()
-        assert isinstance(work.exception(), OptionError)
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_an_error_is_raised_at_each_wait_and_by_the_future(rank):
+    work = dist.all_reduce(torch.ones(5, dtype=torch.bool), ReduceOp.AVG, group=rank.group, async_op=True)
+    future = work.get_future()
+    for wait, kind in ((work.wait, OptionError), (work.wait, OptionError), (future.wait, RuntimeError)):
+        with pytest.raises(kind, match=r"cannot reduce torch\.bool with AVG"):
+            wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), OptionError)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -868,20 +843,18 @@ def test_many_works_are_begun_and_waited_for_backwards(world):
     run_ranks(world, call, hosts="a" * world)
 
 
-def test_the_future_of_a_broadcast_and_a_gather_has_the_outputs():
-    def call(rank):
-        x, outputs, single = torch.full((3,), float(rank.rank)), [torch.empty(3), torch.empty(3)], torch.empty(6)
-        futures = [
-            dist.all_gather(outputs, x, group=rank.group, async_op=True).get_future(),
-            all_gather_single(single, x, group=rank.group, async_op=True).get_future(),
-            dist.broadcast(x, group=rank.group, group_src=1, async_op=True).get_future(),
-        ]
-        gathered, one, received = torch.futures.wait_all(futures)
-        assert [part.tolist() for part in gathered] == [[0.0] * 3, [1.0] * 3]
-        assert one[0].tolist() == [0.0] * 3 + [1.0] * 3
-        assert received[0].tolist() == [1.0] * 3
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_the_future_of_a_broadcast_and_a_gather_has_the_outputs(rank):
+    x, outputs, single = torch.full((3,), float(rank.rank)), [torch.empty(3), torch.empty(3)], torch.empty(6)
+    futures = [
+        dist.all_gather(outputs, x, group=rank.group, async_op=True).get_future(),
+        all_gather_single(single, x, group=rank.group, async_op=True).get_future(),
+        dist.broadcast(x, group=rank.group, group_src=1, async_op=True).get_future(),
+    ]
+    gathered, one, received = torch.futures.wait_all(futures)
+    assert [part.tolist() for part in gathered] == [[0.0] * 3, [1.0] * 3]
+    assert one[0].tolist() == [0.0] * 3 + [1.0] * 3
+    assert received[0].tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("depth", [1, 2, 6])
@@ -936,71 +909,65 @@ def test_callbacks_run_while_the_program_goes_on_with_another_group():
         assert results == [[3.0 * number] * 3 for number in range(10)]
 
 
-def test_threads_of_a_rank_wait_for_works_of_one_another():
-    def call(rank):
-        tensors = [drawn(rank.rank, 3000 + index, seed=index) for index in range(24)]
-        works = [dist.all_reduce(tensor, group=rank.group, async_op=True) for tensor in tensors]
-        failed = []
+@on_ranks(2, hosts="aa")
+def test_threads_of_a_rank_wait_for_works_of_one_another(rank):
+    tensors = [drawn(rank.rank, 3000 + index, seed=index) for index in range(24)]
+    works = [dist.all_reduce(tensor, group=rank.group, async_op=True) for tensor in tensors]
+    failed = []
 
-        def wait(mine):
-            try:
-                for work in mine:
-                    work.wait(timedelta(seconds=10))
-            except BaseException as error:
-                failed.append(error)
+    def wait(mine):
+        try:
+            for work in mine:
+                work.wait(timedelta(seconds=10))
+        except BaseException as error:
+            failed.append(error)
 
-        threads = [threading.Thread(target=wait, args=(works[n::4] if n % 2 else works[n::4][::-1],)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failed
-        for index, tensor in enumerate(tensors):
-            same(tensor, combined([drawn(each, 3000 + index, seed=index) for each in range(2)]))
-
-    run_ranks(2, call, hosts="aa")
+    threads = [threading.Thread(target=wait, args=(works[n::4] if n % 2 else works[n::4][::-1],)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for index, tensor in enumerate(tensors):
+        same(tensor, combined([drawn(each, 3000 + index, seed=index) for each in range(2)]))
 
 
-def test_threads_of_a_rank_use_a_group_in_an_order_of_their_own_making():
-    def call(rank):
-        turn, next_turn, failed = threading.Condition(), [0], []
+@on_ranks(2, hosts="aa")
+def test_threads_of_a_rank_use_a_group_in_an_order_of_their_own_making(rank):
+    turn, next_turn, failed = threading.Condition(), [0], []
 
-        def work(number):
-            try:
-                for step in range(5):
-                    with turn:
-                        turn.wait_for(lambda: next_turn[0] == 3 * step + number, 10)  # noqa: B023
-                        x = torch.full((ONE_EXCHANGE + step,), float(number))
-                        begun = dist.all_reduce(x, group=rank.group, async_op=True)
-                        next_turn[0] += 1
-                        turn.notify_all()
-                    begun.wait()
-                    assert x.eq(2 * number).all()
-            except BaseException as error:
-                failed.append(error)
+    def work(number):
+        try:
+            for step in range(5):
+                with turn:
+                    turn.wait_for(lambda: next_turn[0] == 3 * step + number, 10)  # noqa: B023
+                    x = torch.full((ONE_EXCHANGE + step,), float(number))
+                    begun = dist.all_reduce(x, group=rank.group, async_op=True)
+                    next_turn[0] += 1
+                    turn.notify_all()
+                begun.wait()
+                assert x.eq(2 * number).all()
+        except BaseException as error:
+            failed.append(error)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failed
-
-    run_ranks(2, call, hosts="aa")
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
 
 
-def test_works_outlive_the_names_of_their_tensors():
-    def call(rank):
-        works = []
-        for _ in range(10):
-            x = rank.group.allocate(ONE_EXCHANGE + 1).fill_(1.0)
-            works.append(dist.all_reduce(x, group=rank.group, async_op=True))
-            del x
-        for work in works:
-            work.wait()
-            assert work.result()[0].eq(2).all()
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_works_outlive_the_names_of_their_tensors(rank):
+    works = []
+    for _ in range(10):
+        x = rank.group.allocate(ONE_EXCHANGE + 1).fill_(1.0)
+        works.append(dist.all_reduce(x, group=rank.group, async_op=True))
+        del x
+    for work in works:
+        work.wait()
+        assert work.result()[0].eq(2).all()
 
 
 def test_hundreds_of_tensors_may_be_dropped_at_once():
@@ -1048,12 +1015,10 @@ def test_tensors_are_multiplied_on_the_way_each_by_its_ranks_factor(numel, hosts
         same(other, results[0])
 
 
-def test_a_factor_needs_numbers_with_fractions():
-    def call(rank):
-        with pytest.raises(OptionError, match=r"a factor needs a floating-point or complex tensor, got torch\.int64"):
-            rank.group.allreduce(torch.ones(3, dtype=torch.int64), factor=0.5)
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_a_factor_needs_numbers_with_fractions(rank):
+    with pytest.raises(OptionError, match=r"a factor needs a floating-point or complex tensor, got torch\.int64"):
+        rank.group.allreduce(torch.ones(3, dtype=torch.int64), factor=0.5)
 
 
 @pytest.mark.parametrize("hosts", ["a", "aaa", "aba"])
@@ -1179,16 +1144,14 @@ def test_arguments_may_have_every_form_that_groups_of_torch_take():
         (lambda g, x: g.reduce([x, x], root=0), ValueError, "expected one tensor, got 2"),
     ],
 )
-def test_forms_that_are_none_are_refused_before_anything_begins(call, error, text):
-    def wrong(rank):
-        x = torch.ones(3)
-        if rank.rank == 0:
-            with pytest.raises(error, match=text):
-                call(rank.group, x)
-        dist.all_reduce(x, group=rank.group)
-        return x.tolist()
-
-    assert run_ranks(2, wrong, hosts="aa") == [[2.0, 2.0, 2.0]] * 2
+@on_ranks(2, hosts="aa")
+def test_forms_that_are_none_are_refused_before_anything_begins(rank, call, error, text):
+    x = torch.ones(3)
+    if rank.rank == 0:
+        with pytest.raises(error, match=text):
+            call(rank.group, x)
+    dist.all_reduce(x, group=rank.group)
+    assert x.tolist() == [2.0, 2.0, 2.0]
 
 
 # --------------------------------------------------------------------------------------------- sparse
@@ -1221,15 +1184,13 @@ def test_sparse_sums_are_those_of_gloo(hosts):
             torch.testing.assert_close(a.coalesce().to_dense(), b.coalesce().to_dense())
 
 
-def test_sparse_tensors_that_differ_are_told_to_every_rank():
-    def call(rank):
-        x = sparse(rank.rank, sizes=(6 + rank.rank, 2))
-        before = x.to_dense()
-        with pytest.raises(AgreementError, match=r"rank 0: \(6, 2\) with 1 sparse dimensions; rank 1: \(7, 2\)"):
-            dist.all_reduce(x, group=rank.group)
-        assert torch.equal(x.to_dense(), before)
-        with pytest.raises(OptionError, match="sparse tensors can be summed only, got MAX"):
-            rank.group.allreduce([x], MAX)
-        dist.barrier(group=rank.group)
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_sparse_tensors_that_differ_are_told_to_every_rank(rank):
+    x = sparse(rank.rank, sizes=(6 + rank.rank, 2))
+    before = x.to_dense()
+    with pytest.raises(AgreementError, match=r"rank 0: \(6, 2\) with 1 sparse dimensions; rank 1: \(7, 2\)"):
+        dist.all_reduce(x, group=rank.group)
+    assert torch.equal(x.to_dense(), before)
+    with pytest.raises(OptionError, match="sparse tensors can be summed only, got MAX"):
+        rank.group.allreduce([x], MAX)
+    dist.barrier(group=rank.group)

@@ -22,8 +22,8 @@ from lockstep.distributed.comm.group_state import end_groups, state_of
 from lockstep.distributed.comm.groups import companion_timeout
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.phases import Phases
-from processes import be_launched, run_processes
-from threaded import run_ranks
+from processes import be_launched, on_processes, run_processes
+from programs.ranks import on_ranks
 
 
 def companion(group=None):
@@ -59,19 +59,18 @@ def test_gloo_and_shm_groups_get_one():
     assert run_processes(3, on_several_groups) == [pair, pair, ([2, 2, 2], ["ProcessGroupShm"] * 2)]
 
 
-def with_the_options_of_its_group(rank):
+@on_processes(2)
+def test_that_of_a_shm_group_has_its_options_and_its_timeout(rank):
     options = lockstep.distributed.ShmOptions(host=f"host {rank.rank}")
     group = dist.new_group(backend="shm", pg_options=options, timeout=timedelta(seconds=17))
     grad = step(linear(process_group=group), rank.rank)
     made = companion(group)
-    return grad, made.options == options, made._timeout, made._shares_memory
+    assert (grad, made.options == options, made._timeout, made._shares_memory) == (1.5, True, 17, False)
 
 
-def test_that_of_a_shm_group_has_its_options_and_its_timeout():
-    assert run_processes(2, with_the_options_of_its_group) == [(1.5, True, 17, False)] * 2
-
-
-def nothing_on_the_programs_group(rank):
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@on_processes(2, "backend")
+def test_nothing_goes_over_the_programs_group(rank):
     """The program's collectives are under way while lockstep's begin and end."""
     group = dist.group.WORLD
     model, others = linear(), torch.full((100,), rank.rank + 1.0)
@@ -83,12 +82,10 @@ def nothing_on_the_programs_group(rank):
     lockstep.check_in_sync(model)
     mean = lockstep.mean(torch.tensor(float(rank.rank)))
     work.wait()
-    return grad, mean.item(), others.sum().item(), group._get_sequence_number_for_group() - begun
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_nothing_goes_over_the_programs_group(backend):
-    assert run_processes(2, nothing_on_the_programs_group, backend=backend) == [(1.5, 0.5, 300.0, 1)] * 2
+    assert grad == 1.5
+    assert mean.item() == 0.5
+    assert others.sum().item() == 300.0
+    assert group._get_sequence_number_for_group() - begun == 1
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -142,18 +139,15 @@ def means(rank, networks, steps, **options):
     return found[: len(steps)], found[len(steps) :]
 
 
-def sums_amid_buckets(rank, on):
+@pytest.mark.parametrize("on", ["one module", "several modules"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@on_processes(2, "backend")
+def test_collectives_of_the_program_in_backward_do_not_meet_buckets(rank, on):
     """Rank 1 stops to use the last weight, whose bucket left first: there, all buckets wait for the end of backward."""
     networks = [Branches().double() for _ in range(1 if on == "one module" else 2)]
     unused = (4,) if on == "one module" and rank.rank == 1 else ()
     wanted, got = means(rank, networks, [[()] * len(networks)] * 2 + [[unused] * len(networks)], bucket_cap_mb=1e-6)
-    return [*map(torch.equal, wanted, got)]
-
-
-@pytest.mark.parametrize("on", ["one module", "several modules"])
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_collectives_of_the_program_in_backward_do_not_meet_buckets(backend, on):
-    assert run_processes(2, sums_amid_buckets, on, backend=backend) == [[True] * 3] * 2
+    assert [*map(torch.equal, wanted, got)] == [True] * 3
 
 
 def sums_at_random(rank, seeds):
@@ -184,15 +178,14 @@ def test_collectives_of_many_random_programs_in_backward(backend, world):
     assert run_processes(world, sums_at_random, range(5, 105), backend=backend) == [[]] * world
 
 
-def test_a_group_without_a_store_has_none():
-    def ranks(rank):
-        model = linear(process_group=rank.group)
-        return step(model, rank.rank), companion(rank.group)
-
-    assert run_ranks(2, ranks) == [(1.5, None)] * 2
+@on_ranks(2)
+def test_a_group_without_a_store_has_none(rank):
+    model = linear(process_group=rank.group)
+    assert (step(model, rank.rank), companion(rank.group)) == (1.5, None)
 
 
-def made_again(rank):
+@on_processes(2)
+def test_the_next_group_gets_another(rank):
     model = linear()
     grads = [step(model, rank.rank)]
     del model
@@ -200,11 +193,7 @@ def made_again(rank):
     store = dist.PrefixStore("second", dist.distributed_c10d._world.pg_map[dist.group.WORLD][1])
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, **place)
-    return [*grads, step(linear(), rank.rank)]
-
-
-def test_the_next_group_gets_another():
-    assert run_processes(2, made_again) == [[1.5, 1.5]] * 2
+    assert [*grads, step(linear(), rank.rank)] == [1.5, 1.5]
 
 
 # ------------------------------------------------------------------------------ no shared memory
@@ -331,17 +320,14 @@ def test_a_failure_ends_waits_on_all_groups(tmp_path):
     assert str(outcomes[2].error) == "of rank 2"
 
 
-def ended_for_a_reason(rank):
+@on_processes(2, backend="shm")
+def test_a_failure_ends_waits_on_a_shm_group_and_on_its_companion(rank):
     step(linear(), rank.rank)
     if rank.rank == 0:
         end_groups(types.SimpleNamespace(global_ranks=[0, 1]), "for a reason")
     for call in (lambda: dist.all_reduce(torch.ones(1)), lambda: lockstep.mean(torch.ones(()))):
         with pytest.raises(CommunicationError, match="for a reason" if rank.rank else "has been destroyed"):
             call()
-
-
-def test_a_failure_ends_waits_on_a_shm_group_and_on_its_companion():
-    run_processes(2, ended_for_a_reason, backend="shm")
 
 
 def in_a_session(rank, port):
@@ -358,7 +344,8 @@ def test_it_ends_with_the_session_although_the_model_exists():
     assert run_processes(2, in_a_session, store.port) == [(1.5, [])] * 2
 
 
-def destroys_the_group_early(rank):
+@on_processes(2, backend="shm")
+def test_it_ends_with_a_shm_group_although_the_model_exists(rank):
     model = linear()
     step(model, rank.rank)
     if rank.rank == 1:
@@ -368,11 +355,8 @@ def destroys_the_group_early(rank):
         step(model, rank.rank)
 
 
-def test_it_ends_with_a_shm_group_although_the_model_exists():
-    run_processes(2, destroys_the_group_early, backend="shm")
-
-
-def forked(rank):
+@on_processes(2)
+def test_a_forked_process_does_not_communicate(rank):
     model = linear()
     step(model, rank.rank)
     child = os.fork()
@@ -383,11 +367,7 @@ def forked(rank):
             os._exit(0 if "was forked from process" in str(error) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
-    return step(model, rank.rank)
-
-
-def test_a_forked_process_does_not_communicate():
-    assert run_processes(2, forked) == [1.5] * 2
+    assert step(model, rank.rank) == 1.5
 
 
 # ----------------------------------------------------------------------------------- the time-out

@@ -20,7 +20,8 @@ from lockstep.distributed import ProcessGroupShm, ShmOptions
 from lockstep.errors import AgreementError, CommunicationError
 from lockstep.shm import runtime
 from lockstep.shm.constants import LIVENESS_SECONDS
-from processes import run_processes
+from processes import on_processes, run_processes
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 LARGE = 100_001  # elements: several times what goes at once
@@ -193,21 +194,19 @@ def test_groups_of_every_size_come_and_go():
     run_ranks(8, call, hosts="a" * 8)
 
 
-def test_a_group_of_one_rank_does_everything():
-    def call(rank):
-        group, x = rank.group, torch.arange(3.0)
-        outputs = [torch.empty(3)]
-        dist.gather(x, outputs, group=group, group_dst=0)
-        assert torch.equal(outputs[0], x)
-        y = torch.empty(3)
-        dist.scatter(y, outputs, group=group, group_src=0)
-        assert torch.equal(y, x)
-        dist.all_to_all_single(y.zero_(), x, group=group)
-        assert torch.equal(y, x)
-        assert sums(group, 7) == 7
-        dist.barrier(group=group)
-
-    run_ranks(1, call, hosts="a")
+@on_ranks(1, hosts="a")
+def test_a_group_of_one_rank_does_everything(rank):
+    group, x = rank.group, torch.arange(3.0)
+    outputs = [torch.empty(3)]
+    dist.gather(x, outputs, group=group, group_dst=0)
+    assert torch.equal(outputs[0], x)
+    y = torch.empty(3)
+    dist.scatter(y, outputs, group=group, group_src=0)
+    assert torch.equal(y, x)
+    dist.all_to_all_single(y.zero_(), x, group=group)
+    assert torch.equal(y, x)
+    assert sums(group, 7) == 7
+    dist.barrier(group=group)
 
 
 # -------------------------------------------------------------------------------------------- meshes
@@ -274,13 +273,10 @@ def test_gloo_groups_live_beside_it():
     assert on_shm(3, beside_gloo) == [(111, 111)] * 3
 
 
-def a_part_of_gloo(rank):
+@on_processes(3)
+def test_it_can_be_the_backend_of_a_part_alone(rank):
     part = dist.new_group([0, 2], backend="shm")
-    return sums(part, 10**rank.rank) if rank.rank != 1 else None
-
-
-def test_it_can_be_the_backend_of_a_part_alone():
-    assert run_processes(3, a_part_of_gloo) == [101, None, 101]
+    assert (sums(part, 10**rank.rank) if rank.rank != 1 else None) == [101, None, 101][rank.rank]
 
 
 def with_options(rank, folder):
@@ -384,33 +380,31 @@ def test_ranks_send_and_receive(dtype):
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aba"])
-def test_gather_scatter_and_all_to_all(hosts):
-    def call(rank):
-        own, world, group = rank.rank, rank.world, rank.group
-        for numel in (1, LARGE):
-            x = torch.full((numel,), float(own))
-            outputs = [torch.empty(numel) for _ in range(world)] if own == 1 else None
-            dist.gather(x, outputs, group=group, group_dst=1)
-            assert outputs is None or [each.unique().tolist() for each in outputs] == [[0.0], [1.0], [2.0]]
-            given = [torch.full((numel,), 10.0 + to) for to in range(world)] if own == 2 else None
-            dist.scatter(x, given, group=group, group_src=2)
-            assert x.eq(10 + own).all()
-            outputs = [torch.empty(numel) for _ in range(world)]
-            dist.all_to_all(outputs, [torch.full((numel,), 10.0 * own + to) for to in range(world)], group=group)
-            assert [each.unique().tolist() for each in outputs] == [[10.0 * of + own] for of in range(world)]
-        # Rank r gives rank s r + s elements.
-        sizes = [own + to for to in range(world)]
-        output = torch.empty(sum(sizes))
-        dist.all_to_all_single(output, torch.full((sum(sizes),), float(own)), sizes, sizes, group=group)
-        assert output.tolist() == [float(of) for of in range(world) for _ in range(own + of)]
-        works = [
-            dist.all_to_all_single(torch.empty(3), torch.ones(3), group=group, async_op=True),
-            dist.all_reduce(torch.ones(3), group=group, async_op=True),
-        ]
-        for work in reversed(works):
-            work.wait()
-
-    run_ranks(3, call, hosts=hosts)
+@on_ranks(3, "hosts")
+def test_gather_scatter_and_all_to_all(rank):
+    own, world, group = rank.rank, rank.world, rank.group
+    for numel in (1, LARGE):
+        x = torch.full((numel,), float(own))
+        outputs = [torch.empty(numel) for _ in range(world)] if own == 1 else None
+        dist.gather(x, outputs, group=group, group_dst=1)
+        assert outputs is None or [each.unique().tolist() for each in outputs] == [[0.0], [1.0], [2.0]]
+        given = [torch.full((numel,), 10.0 + to) for to in range(world)] if own == 2 else None
+        dist.scatter(x, given, group=group, group_src=2)
+        assert x.eq(10 + own).all()
+        outputs = [torch.empty(numel) for _ in range(world)]
+        dist.all_to_all(outputs, [torch.full((numel,), 10.0 * own + to) for to in range(world)], group=group)
+        assert [each.unique().tolist() for each in outputs] == [[10.0 * of + own] for of in range(world)]
+    # Rank r gives rank s r + s elements.
+    sizes = [own + to for to in range(world)]
+    output = torch.empty(sum(sizes))
+    dist.all_to_all_single(output, torch.full((sum(sizes),), float(own)), sizes, sizes, group=group)
+    assert output.tolist() == [float(of) for of in range(world) for _ in range(own + of)]
+    works = [
+        dist.all_to_all_single(torch.empty(3), torch.ones(3), group=group, async_op=True),
+        dist.all_reduce(torch.ones(3), group=group, async_op=True),
+    ]
+    for work in reversed(works):
+        work.wait()
 
 
 ONES, WITH_TWO = [[1, 1, 1]] * 3, [[1, 1, 1], [1, 2, 1], [1, 1, 1]]
@@ -457,28 +451,24 @@ def test_all_to_all_of_sizes_that_do_not_fit(hosts, sent, expected, pairs):
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "abb"])
-def test_sparse_tensors_are_summed(hosts):
-    def call(rank):
-        x = torch.sparse_coo_tensor([[rank.rank, 4]], [1.0, 10.0 * rank.rank], (5,), check_invariants=False)
-        dist.all_reduce(x, group=rank.group)
-        assert x.to_dense().tolist() == [1.0, 1.0, 1.0, 0.0, 30.0]
-        return sums(rank.group, 1)
-
-    assert run_ranks(3, call, hosts=hosts) == [3.0] * 3
+@on_ranks(3, "hosts")
+def test_sparse_tensors_are_summed(rank):
+    x = torch.sparse_coo_tensor([[rank.rank, 4]], [1.0, 10.0 * rank.rank], (5,), check_invariants=False)
+    dist.all_reduce(x, group=rank.group)
+    assert x.to_dense().tolist() == [1.0, 1.0, 1.0, 0.0, 30.0]
+    assert sums(rank.group, 1) == 3.0
 
 
-def test_a_time_limit_that_is_set_later_holds_for_everything():
-    def call(rank):
-        outputs = [torch.empty(1), torch.empty(1)] if rank.rank == 0 else None
-        dist.gather(torch.ones(1), outputs, group=rank.group, group_dst=0)  # connects
-        rank.group.set_timeout(timedelta(seconds=0.2))
-        if rank.rank == 0:
-            with pytest.raises(CommunicationError, match=r"rank 1 did not answer within 0\.2 s"):
-                dist.gather(torch.ones(1), outputs, group=rank.group, group_dst=0)
-            with pytest.raises(CommunicationError, match=r"rank 1 did not answer within 0\.2 s"):
-                dist.barrier(group=rank.group)
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_a_time_limit_that_is_set_later_holds_for_everything(rank):
+    outputs = [torch.empty(1), torch.empty(1)] if rank.rank == 0 else None
+    dist.gather(torch.ones(1), outputs, group=rank.group, group_dst=0)  # connects
+    rank.group.set_timeout(timedelta(seconds=0.2))
+    if rank.rank == 0:
+        with pytest.raises(CommunicationError, match=r"rank 1 did not answer within 0\.2 s"):
+            dist.gather(torch.ones(1), outputs, group=rank.group, group_dst=0)
+        with pytest.raises(CommunicationError, match=r"rank 1 did not answer within 0\.2 s"):
+            dist.barrier(group=rank.group)
 
 
 def test_ranks_may_be_on_any_host():

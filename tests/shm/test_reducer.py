@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import lockstep
 from lockstep.distributed.comm.group_state import state_of
 from lockstep.shm import one_host
+from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
 
@@ -70,7 +71,7 @@ def resizes(state, bucket):
 
 def test_a_communication_hook_may_resize_its_buffer_as_powersgd_does():
     def call(rank):
-        model = lockstep.replicate(rank.make(network), process_group=rank.group)
+        model = replicated(rank, network)
         model.register_comm_hook(rank.group, resizes)
         model(torch.ones(4, 300)).sum().backward()
         return [p.grad.clone() for p in model.parameters()]
@@ -79,13 +80,11 @@ def test_a_communication_hook_may_resize_its_buffer_as_powersgd_does():
         assert torch.equal(mine, theirs)
 
 
-def test_an_error_of_the_group_keeps_its_words():
-    def call(rank):
-        model = train(rank)
-        if rank.rank == 1:
-            rank.group.shutdown()
-            return
-        with pytest.raises(lockstep.errors.CommunicationError, match="rank 1 has left the process group"):
-            model(torch.ones(4, 300)).sum().backward()
-
-    run_ranks(2, call, hosts="aa")
+@on_ranks(2, hosts="aa")
+def test_an_error_of_the_group_keeps_its_words(rank):
+    model = train(rank)
+    if rank.rank == 1:
+        rank.group.shutdown()
+        return
+    with pytest.raises(lockstep.errors.CommunicationError, match="rank 1 has left the process group"):
+        model(torch.ones(4, 300)).sum().backward()

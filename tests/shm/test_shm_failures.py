@@ -32,7 +32,8 @@ from lockstep.shm.arithmetic import TensorReduction
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import BLOCK_BYTES
 from lockstep.shm.peers import Peers
-from processes import RankEndedError, run_processes
+from processes import RankEndedError, on_processes, run_processes
+from programs.ranks import on_ranks
 from small_modules import CallInBackward
 from threaded import run_ranks
 
@@ -175,19 +176,16 @@ def test_where_all_differ_each_is_named():
         assert f"rank {number}: all_reduce({number + 1} elements" in results[0][0][1]
 
 
-def other_order(rank, hosts):
+@pytest.mark.parametrize("hosts", LEVELS)
+@on_ranks(3, "hosts")
+def test_another_order_is_told_for_each_collective_that_differs(rank, hosts):
     """The same collectives in another order, begun at once."""
+    expected = [AgreementError, None, AgreementError], True
     calls = [reduces(BIG), broadcasts(BIG, 1), waits]
     if rank.rank == 1:
         calls.reverse()
     works = [call(rank.group) for call in calls]
-    return [error_of(work.wait)[0] for work in works], still_works(rank)
-
-
-@pytest.mark.parametrize("hosts", LEVELS)
-def test_another_order_is_told_for_each_collective_that_differs(hosts):
-    expected = [AgreementError, None, AgreementError], True
-    assert run_ranks(3, other_order, hosts, hosts=hosts) == [expected] * 3
+    assert ([error_of(work.wait)[0] for work in works], still_works(rank)) == expected
 
 
 def a_subgroup_differs(rank):
@@ -231,14 +229,11 @@ BAD = {
 }
 
 
-def bad_argument(rank, name):
-    raised = error_of(lambda: BAD[name][1](rank.group).wait())[0] if rank.rank == 1 else None
-    return raised, still_works(rank)
-
-
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_argument_is_raised_before_anything_is_communicated(name):
-    assert run_ranks(2, bad_argument, name, hosts="aa") == [(None, True), (BAD[name][0], True)]
+@on_ranks(2, hosts="aa")
+def test_a_bad_argument_is_raised_before_anything_is_communicated(rank, name):
+    raised = error_of(lambda: BAD[name][1](rank.group).wait())[0] if rank.rank == 1 else None
+    assert (raised, still_works(rank)) == [(None, True), (BAD[name][0], True)][rank.rank]
 
 
 def no_such_mean(rank):
@@ -293,10 +288,8 @@ def test_a_failure_within_a_collective_is_told_to_every_rank(numel, hosts, monke
     for number, raised in enumerate(run_ranks(3, fails_within, numel, hosts=hosts)):
         first, (kind, text) = raised
         if number == 2:
-            assert first == (
-                CommunicationError,
-                "a collective failed: MemoryError: not enough",
-            )
+            found = first
+            assert found == (CommunicationError, "a collective failed: MemoryError: not enough")
         elif numel > BIG or (numel > 10 and hosts[number] == hosts[2]):  # else it may be over: the next one tells
             assert first[0] is CommunicationError
             assert "rank 2 failed in a collective: MemoryError('not enough')" in first[1]
@@ -629,19 +622,16 @@ def test_a_rank_that_cannot_say_that_it_leaves_stops_waiting_all_the_same(peers,
     assert [kind for kind, _, _ in waiting] == [CommunicationError]
 
 
-def destroys_twice(rank):
+@on_ranks(2, hosts="aa")
+def test_a_destroyed_group_says_so(rank):
+    expected = (CommunicationError, "the process group has been destroyed")
     dist.barrier(group=rank.group)
     rank.group.shutdown()
     rank.group.shutdown()
     rank.group.abort()
     x = [torch.ones(1)]
     calls = (waits, lambda g: g.gather([], x), lambda g: g.send(x, 1 - rank.rank))
-    return [error_of(lambda call=call: call(rank.group))[:2] for call in calls]
-
-
-def test_a_destroyed_group_says_so():
-    expected = (CommunicationError, "the process group has been destroyed")
-    assert run_ranks(2, destroys_twice, hosts="aa") == [[expected] * 3] * 2
+    assert [error_of(lambda call=call: call(rank.group))[:2] for call in calls] == [expected] * 3
 
 
 # ----------------------------------------------------------------------------------- what is left
@@ -989,7 +979,8 @@ def in_child(function):
     return os.waitstatus_to_exitcode(status)
 
 
-def forks(rank):
+@on_processes(2, backend="shm")
+def test_a_child_cannot_use_the_group_and_does_not_disturb_it(rank):
     """A child cannot use the group, and its end is not the end of the group."""
     dist.barrier()
     pending = dist.barrier(async_op=True) if rank.rank else None
@@ -1012,14 +1003,11 @@ def forks(rank):
         dist.barrier()
     else:
         pending.wait()
-    return code, still_works(rank)
+    assert (code, still_works(rank)) == (3, True)
 
 
-def test_a_child_cannot_use_the_group_and_does_not_disturb_it():
-    assert run_processes(2, forks, backend="shm") == [(3, True)] * 2
-
-
-def forks_with_gradients(rank):
+@on_processes(2, backend="shm")
+def test_a_child_writes_to_gradients_of_its_own(rank):
     """A child sees the gradients as they were, and what it writes stays its own."""
     model = lockstep.replicate(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 200_000)))
     model(torch.ones(2, 3)).sum().backward()
@@ -1041,14 +1029,11 @@ def forks_with_gradients(rank):
     code = in_child(child)
     same = all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))
     dist.all_reduce(raw)
-    return all(inside), code, same, raw.unique().tolist(), still_works(rank)
+    assert (all(inside), code, same, raw.unique().tolist(), still_works(rank)) == (True, 3, True, [1.0], True)
 
 
-def test_a_child_writes_to_gradients_of_its_own():
-    assert run_processes(2, forks_with_gradients, backend="shm") == [(True, 3, True, [1.0], True)] * 2
-
-
-def forks_in_two_threads(rank):
+@on_processes(2, backend="shm")
+def test_children_of_two_threads_have_copies_of_their_own(rank):
     """One thread forks while another copies what its own child is to have."""
     raw = rank.group.allocate(BIG).fill_(7)
     codes = []
@@ -1063,24 +1048,17 @@ def forks_in_two_threads(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mapping.ctypes, "memmove", copy_and_fork_elsewhere)
         codes.append(in_child(lambda: int(raw.eq(7).all())))
-    return codes, still_works(rank)
-
-
-def test_children_of_two_threads_have_copies_of_their_own():
-    assert run_processes(2, forks_in_two_threads, backend="shm") == [([1, 1], True)] * 2
-
-
-def forks_when_memory_is_short(rank):
-    """What cannot be copied for a child is nothing that it could read wrong values from."""
-    raw = rank.group.allocate(BIG).fill_(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapping, "_map", lambda where, *args: None if where is None else real_map(where, *args))
-        code = in_child(lambda: int(raw.sum()) and 0)
-    return code, raw.sum().item(), still_works(rank)
+    assert (codes, still_works(rank)) == ([1, 1], True)
 
 
 real_map = mapping._map
 
 
-def test_a_child_that_has_no_copy_does_not_go_on():
-    assert run_processes(2, forks_when_memory_is_short, backend="shm") == [(-signal.SIGSEGV, BIG, True)] * 2
+@on_processes(2, backend="shm")
+def test_a_child_that_has_no_copy_does_not_go_on(rank):
+    """What cannot be copied for a child is nothing that it could read wrong values from."""
+    raw = rank.group.allocate(BIG).fill_(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapping, "_map", lambda where, *args: None if where is None else real_map(where, *args))
+        code = in_child(lambda: int(raw.sum()) and 0)
+    assert (code, raw.sum().item(), still_works(rank)) == (-signal.SIGSEGV, BIG, True)

@@ -29,6 +29,7 @@ from lockstep.shm.inter_host import InterHost
 from lockstep.shm.messages import disagreement
 from lockstep.shm.one_host import OneHost
 from processes import run_processes
+from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
 LAYOUTS = ["aabb", "abab", "abb", "abc", "aaab"]
@@ -125,7 +126,13 @@ def every_collective(rank, dtype, numel, memory=torch.empty, all_ops=True):
             same(output, put_together(op, theirs))
 
 
-def every_dtype(rank, dtypes):
+@pytest.mark.parametrize(
+    "hosts", [pytest.param(hosts, marks=pytest.mark.around if hosts in ("abb", "aaab") else ()) for hosts in LAYOUTS]
+)
+@on_ranks(None, "hosts")
+def test_every_collective_of_every_dtype_gives_what_arithmetic_says(rank, hosts):
+    few = [torch.int16, torch.bfloat16, torch.complex64, torch.bool]
+    dtypes = DTYPES if hosts == "abb" else few
     for dtype in dtypes:
         every_collective(rank, dtype, 3)
     every_collective(rank, torch.float32, 0)
@@ -133,15 +140,9 @@ def every_dtype(rank, dtypes):
     rank.group.barrier().wait()
 
 
-@pytest.mark.parametrize(
-    "hosts", [pytest.param(hosts, marks=pytest.mark.around if hosts in ("abb", "aaab") else ()) for hosts in LAYOUTS]
-)
-def test_every_collective_of_every_dtype_gives_what_arithmetic_says(hosts):
-    few = [torch.int16, torch.bfloat16, torch.complex64, torch.bool]
-    run_ranks(len(hosts), every_dtype, DTYPES if hosts == "abb" else few, hosts=hosts)
-
-
-def every_size(rank):
+@pytest.mark.parametrize("hosts", ["aab", pytest.param("abab", marks=pytest.mark.soak)])
+@on_ranks(None, "hosts")
+def test_every_size_moves_in_each_of_its_ways(rank):
     every_collective(rank, torch.float32, ONE_EXCHANGE, rank.group.allocate)
     every_collective(rank, torch.float32, IN_CHUNKS, all_ops=False)
     every_collective(rank, torch.float32, 100_001, rank.group.allocate)
@@ -150,12 +151,9 @@ def every_size(rank):
     every_collective(rank, torch.float32, 50_001, mixed, all_ops=False)
 
 
-@pytest.mark.parametrize("hosts", ["aab", pytest.param("abab", marks=pytest.mark.soak)])
-def test_every_size_moves_in_each_of_its_ways(hosts):
-    run_ranks(len(hosts), every_size, hosts=hosts)
-
-
-def means(rank):
+@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
+@on_ranks(None, "hosts")
+def test_means_and_operations_on_bits_are_those_of_all_ranks(rank):
     for dtype in [*FLOAT, *COMPLEX]:
         xs = [values(each, 9, dtype) * rank.world for each in range(rank.world)]
         same(all_reduced(rank, xs[rank.rank].clone(), dist.ReduceOp.AVG), sum(xs) / rank.world)
@@ -169,23 +167,15 @@ def means(rank):
         same(all_reduced(rank, bits, getattr(dist.ReduceOp, op)), torch.full((3,), expected or 0, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
-def test_means_and_operations_on_bits_are_those_of_all_ranks(hosts):
-    run_ranks(len(hosts), means, hosts=hosts)
-
-
-def not_a_number(rank, place, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("place", range(4))
+@on_ranks(4, hosts="aabb")
+def test_a_nan_of_any_rank_reaches_all(rank, place, dtype):
     x = values(rank.rank, 8, dtype)
     if rank.rank == place:
         x[place] = torch.nan
     for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
         assert all_reduced(rank, x.clone(), op).isnan().nonzero().tolist() == [[place]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("place", range(4))
-def test_a_nan_of_any_rank_reaches_all(place, dtype):
-    run_ranks(4, not_a_number, place, dtype, hosts="aabb")
 
 
 def rough(rank):
@@ -250,7 +240,8 @@ def test_what_is_not_native_reaches_ranks_of_other_hosts_through_gloo():
     run_ranks(4, through_gloo, hosts="abab")
 
 
-def in_sub_groups(rank):
+@on_ranks(4, hosts="aabb")
+def test_sub_groups_across_hosts_and_inside_one_live_side_by_side(rank):
     across = [each for each in range(rank.world) if each % 2 == rank.rank % 2]
     host = "aabb"[rank.rank]
     group = rank.group.split_group(across, opts=ShmOptions(host=host))
@@ -262,10 +253,6 @@ def in_sub_groups(rank):
     for work in reversed(works):
         work.wait()
     assert (x.item(), y.item(), z.item()) == (1 + across[0] + 1 + across[1], 3.0 if rank.rank < 2 else 7.0, 10.0)
-
-
-def test_sub_groups_across_hosts_and_inside_one_live_side_by_side():
-    run_ranks(4, in_sub_groups, hosts="aabb")
 
 
 # -------------------------------------------------------------------------- what goes between hosts
@@ -360,20 +347,17 @@ def test_each_host_sends_once_what_its_ranks_have_and_only_its_first_rank_does(h
         assert results[leader] == ((host, len(leaders)), expected)
 
 
-def over_another_group(rank, hosts):
+@on_ranks(4, hosts="aaaa")
+def test_another_group_can_run_between_the_hosts(rank):
     def between(store, host, size, timeout):
         return ProcessGroupShm(PrefixStore("another", store), host, size, timeout, ShmOptions(host="all"))
 
-    options = ShmOptions(host=hosts[rank.rank], between=between)
+    options = ShmOptions(host="abab"[rank.rank], between=between)
     group = rank.group.split_group(range(rank.world), opts=options)
     rank = type(rank)(rank.rank, rank.world, group)
     for dtype in (torch.float32, torch.int16):
         every_collective(rank, dtype, 3)
     every_collective(rank, torch.float32, 50_001, group.allocate, all_ops=False)
-
-
-def test_another_group_can_run_between_the_hosts():
-    run_ranks(4, over_another_group, "abab", hosts="aaaa")
 
 
 def with_a_between_that_fails(rank, hosts):
@@ -497,9 +481,8 @@ def refuse(rank):
 def test_an_operation_that_cannot_be_done_is_an_error_on_all_ranks_and_no_end():
     texts = run_ranks(4, refuse, hosts="abab")
     assert all(each == texts[0] for each in texts)
-    assert [("bool with AVG" in a, "float32 with BAND" in b, "complex64 with MIN" in c) for a, b, c in texts[:1]] == [
-        (True, True, True)
-    ]
+    found = [("bool with AVG" in a, "float32 with BAND" in b, "complex64 with MIN" in c) for a, b, c in texts[:1]]
+    assert found == [(True, True, True)]
 
 
 # ------------------------------------------------------------------------------------ lost and late
@@ -673,7 +656,7 @@ def network():
 
 
 def train(rank):
-    module = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=0.001)
+    module = replicated(rank, network, bucket_cap_mb=0.001)
     reference = rank.make(network)
     rows = [torch.randn(4, 6, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(8)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (module, reference)]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from processes import run_processes
+from processes import on_processes, run_processes
 
 STEPS = 3
 
@@ -262,7 +262,8 @@ def test_functional_collectives_are_those_of_gloo():
         assert torch.equal(gradient, gradient_with_gloo)
 
 
-def distributed_tensors(rank):
+@on_processes(3, backend="shm")
+def test_distributed_tensors_are_multiplied_and_redistributed(rank):
     mesh = init_device_mesh("cpu", (rank.world,))
     x = torch.arange(7 * 5.0).view(7, 5)  # does not divide evenly
     weight = torch.arange(5 * 6.0).view(5, 6)
@@ -274,14 +275,12 @@ def distributed_tensors(rank):
     assert torch.equal(columns.full_tensor(), x @ weight)
     assert torch.equal(partial.full_tensor(), x @ weight)
     assert torch.equal(columns.sum().full_tensor(), (x @ weight).sum())
-    return columns.to_local().shape[1]
+    assert columns.to_local().shape[1] == 2
 
 
-def test_distributed_tensors_are_multiplied_and_redistributed():
-    assert run_processes(3, distributed_tensors, backend="shm") == [2, 2, 2]
-
-
-def compiled(rank):
+@pytest.mark.around
+@on_processes(2, backend="shm")
+def test_collectives_can_be_compiled(rank):
     gather = named.all_gather_single
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -289,12 +288,7 @@ def compiled(rank):
         total = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
         return total + gather(x, 0, dist.group.WORLD).sum()
 
-    return step(torch.full((4,), rank.rank + 1.0)).tolist()
-
-
-@pytest.mark.around
-def test_collectives_can_be_compiled():
-    assert run_processes(2, compiled, backend="shm") == [[18.0] * 4] * 2
+    assert step(torch.full((4,), rank.rank + 1.0)).tolist() == [18.0] * 4
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -330,7 +324,19 @@ def test_a_distributed_checkpoint_is_saved_and_loaded(tmp_path):
         assert all(torch.equal(x, y) for x, y in zip(weights, saved[0], strict=True))
 
 
-def profiled(rank):
+def profiler_shows_what_another_thread_ends():
+    """Return True if this PyTorch's profiler has a label that one thread entered and another left; 2.11 has not."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], acc_events=True) as profiler:
+        label = torch.autograd._record_function_with_args_enter("handed on")
+        thread = threading.Thread(target=torch.autograd._record_function_with_args_exit, args=(label,))
+        thread.start()
+        thread.join()
+    return any(event.name == "handed on" for event in profiler.events())
+
+
+@on_processes(2, backend="shm")
+def test_a_profiler_shows_collectives_and_their_sizes(rank):
     x = torch.ones(1000)
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], record_shapes=True, acc_events=True) as profiler:
@@ -343,25 +349,10 @@ def profiled(rank):
         dist.all_gather([torch.empty(7), torch.empty(7)], x[:7])
         dist.barrier()
     events = [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("shm:")]
-    return events, profiler_shows_what_another_thread_ends()
-
-
-def profiler_shows_what_another_thread_ends():
-    """Return True if this PyTorch's profiler has a label that one thread entered and another left; 2.11 has not."""
-    cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], acc_events=True) as profiler:
-        label = torch.autograd._record_function_with_args_enter("handed on")
-        thread = threading.Thread(target=torch.autograd._record_function_with_args_exit, args=(label,))
-        thread.start()
-        thread.join()
-    return any(event.name == "handed on" for event in profiler.events())
-
-
-def test_a_profiler_shows_collectives_and_their_sizes():
-    for events, shows_background in run_processes(2, profiled, backend="shm"):
-        assert events.count(("shm:all_reduce", [[1000]])) == 3
-        if shows_background:  # a worker may have run them
-            assert ("shm:all_reduce", [[20]]) in events  # the gradients of PyTorch's DDP
-            assert ("shm:broadcast", [[1000]]) in events
-        assert ("shm:all_gather", [[7], [7]]) in events
-        assert ("shm:barrier", []) in events
+    shows_background = profiler_shows_what_another_thread_ends()
+    assert events.count(("shm:all_reduce", [[1000]])) == 3
+    if shows_background:  # a worker may have run them
+        assert ("shm:all_reduce", [[20]]) in events  # the gradients of PyTorch's DDP
+        assert ("shm:broadcast", [[1000]]) in events
+    assert ("shm:all_gather", [[7], [7]]) in events
+    assert ("shm:barrier", []) in events
