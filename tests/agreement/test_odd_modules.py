@@ -280,8 +280,9 @@ def test_modules_of_torchscript_are_refused_by_name():
         scripted = both[rank.rank]
         with pytest.raises((NotReplicableError, AgreementError), match="0 is a TorchScript module"):
             lockstep.replicate(nn.Sequential(scripted), process_group=rank.group)(torch.ones(1, 1))
-        with pytest.raises((NotReplicableError, AgreementError), match="the module is a TorchScript module"):
-            lockstep.replicate(scripted, process_group=rank.group)
+        for group in rank.group, None:  # None: there is no group yet
+            with pytest.raises((NotReplicableError, AgreementError), match="the module is a TorchScript module"):
+                lockstep.replicate(scripted, process_group=group)
         model = replicated(rank, lambda: nn.Sequential(nn.Linear(1, 1)))
         model.append(scripted)
         with pytest.raises(AgreementError, match="1 is a TorchScript module"):

@@ -13,6 +13,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from lockstep.local import Broadcast, Gather, ReduceAdd, ReduceAddCoalesced, Scatter
 from lockstep.local.functions import GradientEdges, link
 
+# PyTorch 2.11, of the simulated accelerators' streams.
+pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 CPU = torch.device("cpu")
 
 

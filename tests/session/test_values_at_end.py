@@ -90,17 +90,6 @@ def second_module(run):
     return [first, second, other]
 
 
-def with_shares(run):
-    training = Training(run, shares=2)
-    for batch in [torch.ones(2, 4)] * 2:
-        for share in lockstep.shares.GlobalBatches([batch], shares=2):
-            training.optimizer.zero_grad()
-            training.model(share).mean().backward()
-        training.optimizer.step()
-    training.net[0].bias.data += run.rank
-    return training
-
-
 DRIFT = {
     weight: ("parameter 1.weight is out of sync: digest ", "between step 1 and the end of the session, after step 3"),
     rate: ("optimizer AdamW, group 0, lr: 0.1 on rank 0, 0.05 on rank 1, so ", "the end of the session, after step 3"),

@@ -172,6 +172,7 @@ def test_statistics_show_the_deal(rank):
     assert got == [([], [], None), unknown, known, known, ([6, 2], [1.0, 2.0], 0.25)]
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # PyTorch 2.11
 def test_a_label_of_the_profiler_has_the_deal():
     def work(rank):
         model = lockstep.replicate(torch.nn.Linear(1, 1), shares=2, process_group=rank.group)

@@ -34,7 +34,13 @@ from lockstep.distributed.comm.groups import Group, resolve_group
 from lockstep.distributed.reduction.module.buffers import Buffer, write
 from lockstep.distributed.reduction.module.drift import DriftWatch
 from lockstep.distributed.reduction.module.managed_parameters import Owner
-from lockstep.distributed.reduction.module.selection import Contents, Selection, all_named, note_replicated
+from lockstep.distributed.reduction.module.selection import (
+    Contents,
+    Selection,
+    all_named,
+    check_scripted,
+    note_replicated,
+)
 from lockstep.distributed.replication.instance_methods import remove_all
 from lockstep.distributed.replication.options import Options, input_device, move_to
 from lockstep.errors import LockstepError, NotReplicableError
@@ -74,6 +80,7 @@ class Replication(ABC):
         if resolve_group(self.options.group) is not None and not any(self._selection.without_values()):
             self.start(attach)
         else:
+            check_scripted(self._selection.owners())  # such a module takes no hooks
             with ExitStack() as undo:
                 attach(undo)
                 undo.pop_all()

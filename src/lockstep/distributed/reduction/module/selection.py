@@ -157,7 +157,7 @@ class Selection:
 
         Raises a :class:`LockstepError` if the module cannot be replicated.
         """
-        _check_scripted(self.owners())
+        check_scripted(self.owners())
         named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
         _check_devices(named, self._device_ids, self._output_device)
         self._check_values()
@@ -291,7 +291,7 @@ def _check_devices(
         )
 
 
-def _check_scripted(owners: Sequence[tuple[str, Module]]) -> None:
+def check_scripted(owners: Sequence[tuple[str, Module]]) -> None:
     """Raise :class:`NotReplicableError` for TorchScript modules, whose slots are not Python dictionaries."""
     for name, owner in owners:
         if isinstance(owner, ScriptModule):
