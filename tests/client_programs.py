@@ -190,8 +190,8 @@ def equal(got: Any, wanted: Any, what: str, tolerance: float = 0.0) -> None:
 
 def without_lockstep(program: str, *args: str) -> None:
     """Runs a program in a process of its own, in which lockstep cannot be imported. It reads ``sys.argv``."""
-    head = inspect.getsource(quiet).replace("def quiet() -> None:", _HEAD) + "\nquiet()\n"
-    done = subprocess.run([sys.executable, "-c", head + program, *args], capture_output=True, text=True, check=False)
+    parts = [_HEAD, *map(inspect.getsource, (let_torchvision_load, quiet)), "quiet()", program]
+    done = subprocess.run([sys.executable, "-c", "\n".join(parts), *args], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -201,8 +201,6 @@ sys.modules["lockstep"] = None
 import torch
 from torch import library
 _kept = []
-
-def quiet():
 """
 
 
