@@ -10,7 +10,12 @@ from torch import nn
 from lockstep._base.digests import slice_digest
 from lockstep.distributed.reduction.module import drift
 from lockstep.distributed.reduction.module.equal_values import Differences
-from lockstep.distributed.reduction.module.optimizer_numbers import SAME_NUMBERS, difference_in_numbers, numbers_of
+from lockstep.distributed.reduction.module.optimizer_numbers import (
+    SAME_NUMBERS,
+    Known,
+    difference_in_numbers,
+    numbers_of,
+)
 from lockstep.distributed.reduction.module.value_digests import APART, ROUNDS, Look, Table, comparable_state
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,7 +47,7 @@ def test_a_slice_has_at_most_64_kib_and_slices_cover_everything():
 
 
 def test_a_look_at_few_parameters_has_one_slice_as_small_as_all_looks_allow():
-    for sizes, size in (([4096] * 4 + [64] * 4, 1024), ([40_000], 1143), ([1 << 16] * 8, 1 << 14)):
+    for sizes, size in (([4096] * 4 + [64] * 4, 595), ([40_000], 1143), ([1 << 16] * 8, 1 << 14)):
         here = table(*sizes)
         assert here.slices[0].stop == size
         assert max(len(here.due(number)) for number in range(ROUNDS)) == 1
@@ -139,6 +144,25 @@ def test_the_first_number_that_differs_is_named_with_all_values():
     assert difference_in_numbers({}) == ""
     more = {**told[0], "optimizer SGD, group 1, lr": "3"}
     assert difference_in_numbers({0: told[0], 1: more}) == "optimizer SGD, group 1, lr: nothing on rank 0, 3 on rank 1"
+
+
+def test_numbers_are_read_again_where_a_group_has_become_another():
+    first, second, rate = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), torch.tensor(0.1)
+    for own, tensors, changes, same in (
+        ({"lr": 0.1}, [], {}, True),
+        ({"lr": 0.1}, [], {"lr": 0.2}, False),
+        ({"lr": 0.1}, [], {"momentum": 0.9}, False),
+        ({"lr": 0.1}, [], {"lr": torch.tensor([0.1, 0.1])}, False),
+        ({"lr": 0.1}, [], {"params": [second]}, False),
+        ({"lr": 0.1}, [], {"params": [first, second]}, False),
+        ({"lr": rate}, [rate], {}, True),
+        ({"lr": rate}, [rate], {"lr": rate.clone()}, False),  # written in place later, perhaps
+    ):
+        group = {"params": [first], **own}
+        known = Known([dict(group)], numbers_of(torch.optim.SGD([first]), bool), 1, tensors)
+        group.update(changes)
+        assert known.is_as_before([group]) is same, changes
+    assert not Known([], known.numbers, 1, []).is_as_before([group]), "a tensor on the CPU may be written in place"
 
 
 class Own(torch.optim.AdamW):

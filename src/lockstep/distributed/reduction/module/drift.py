@@ -36,7 +36,6 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.module.equal_values import compare
 from lockstep.distributed.reduction.module.optimizer_numbers import (
     SAME_NUMBERS,
-    Group,
     Known,
     difference_in_numbers,
     numbers_of,
@@ -58,7 +57,7 @@ class Told(NamedTuple):
 class _Steps:
     """What is known of an optimizer that makes steps."""
 
-    __slots__ = ("_lists", "_parameters", "known", "optimizer", "table")
+    __slots__ = ("known", "optimizer", "table")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = ref(optimizer)
@@ -66,20 +65,10 @@ class _Steps:
         """The module's parameters when its numbers were read last."""
         self.known: Known | None = None
         """Its numbers; none if it has no parameter of the module."""
-        self._parameters: frozenset[int] = frozenset()
-        self._lists: list[tuple[int, int]] = []  # the ids and lengths of the lists in which its groups have them
 
     def stepped(self) -> Optimizer | None:
         """Return its optimizer, if that still exists and has parameters of the module."""
         return self.optimizer() if self.known is not None and self.known.numbers.groups else None
-
-    def parameters(self, optimizer: Optimizer) -> frozenset[int]:
-        """Return the ids of the parameters of its optimizer, which are read again if groups have become others."""
-        lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
-        if lists != self._lists:
-            self._lists = lists
-            self._parameters = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
-        return self._parameters
 
 
 class DriftWatch:
@@ -169,16 +158,18 @@ class DriftWatch:
 
     def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Note that an optimizer begins a step; there may be rounds in it, and steps of other optimizers."""
-        round_, before, inside = self._begun.get(id(optimizer), (-1, 0, 0))
+        key = id(optimizer)
+        round_, before, inside = self._begun.get(key, (-1, 0, 0))
         is_inside = round_ == self.round
-        self._begun[id(optimizer)] = (round_, before, inside + 1) if is_inside else (self.round, len(self._ended), 0)
+        self._begun[key] = (round_, before, inside + 1) if is_inside else (self.round, len(self._ended), 0)
 
     def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Look at the numbers of an optimizer that has made a step, and at what is due of its values.
 
         A step that another optimizer has made inside of it does not count: it may be one of a part of the parameters.
         """
-        key, ended, begun = id(optimizer), self._ended, self._begun.pop(id(optimizer), None)
+        key, ended = id(optimizer), self._ended
+        begun = self._begun.pop(key, None)
         if begun is None or not self.compares:
             return
         round_, before, inside = begun
@@ -200,13 +191,14 @@ class DriftWatch:
         ended[key] = steps, known
         self._after_step = table.sample()
         if self.is_first or self.round % APART == 0:
-            self._look(optimizer, steps, table)
+            self._look(optimizer, table)
 
-    def _look(self, optimizer: Optimizer, steps: _Steps, table: Table) -> None:
-        look = self._looks.get(self.round)
+    def _look(self, optimizer: Optimizer, table: Table) -> None:
+        look, stepped = self._looks.get(self.round), frozenset[int]()
         if look is None:
             look = self._looks[self.round] = Look(table, self.round, self.is_first)
-        stepped = steps.parameters(optimizer)
+        else:  # an earlier step has been looked at
+            stepped = frozenset(id(each) for group in optimizer.param_groups for each in group["params"])
         if look.concerns(stepped) and not table.is_captured():
             optimizers = [each for some, _ in self._ended.values() if (each := some.optimizer()) is not None]
             tensors = [each for _, other in self._ended.values() for each in other.tensors]
@@ -219,7 +211,8 @@ class DriftWatch:
         numbers = numbers_of(optimizer, self._is_own)
         on_accelerator = [each for each in tensors if is_accelerator(each.device) and each.numel() == 1]
         is_fixed = len(on_accelerator) == len(tensors)
-        return Known(list(map(Group.of, groups)), numbers, told(numbers), on_accelerator, is_fixed)
+        copies = [{**group, "params": [*group["params"]]} for group in groups] if is_fixed else []
+        return Known(copies, numbers, told(numbers), on_accelerator)
 
     def _is_own(self, group: dict[str, Any]) -> bool:
         return not self.table.ids.isdisjoint(map(id, group["params"]))
@@ -244,7 +237,7 @@ class DriftWatch:
         if not self.compares:
             return Told()
         self._number = number
-        ended, self._ended = list(self._ended.values()), {}
+        ended, self._ended = [*self._ended.values()], {}
         if not self.is_alike:
             self._looks.clear()
         if not (known and self.is_alike):
@@ -254,7 +247,7 @@ class DriftWatch:
         digest = ended[0][1].digest if len(ended) == 1 else told([each.digest for _, each in ended]) if ended else 0
         round_ = number - 1 - self._late
         look = self._told_look = self._looks.get(round_)
-        if self._looks:  # one that has not arrived everywhere is told again
+        if len(self._looks) > (look is not None):  # one that has not arrived everywhere is told again
             self._looks = {key: each for key, each in self._looks.items() if key >= min(round_, number - 1)}
         values = 0 if look is None else look.digest()
         self._is_under_way = values is None

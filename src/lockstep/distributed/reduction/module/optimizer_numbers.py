@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -66,46 +65,26 @@ def _text(value: object) -> str:
     return str(int(number)) if number.is_integer() else repr(number)
 
 
-class Group(NamedTuple):
-    """A parameter group as it was when its numbers were read last."""
-
-    group: dict[str, Any]
-    values: tuple[Any, ...]
-    """Its values by order, among them the list of its parameters."""
-    size: int
-    """The number of its parameters."""
-    first: Any
-    """The first of them: a sharded optimizer has others for a while."""
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> "Group":
-        """Return a group as it is now."""
-        parameters = group["params"]
-        return cls(group, tuple(group.values()), len(parameters), parameters[0] if parameters else None)
-
-
 class Known(NamedTuple):
     """What is known of an optimizer that steps the module's parameters."""
 
-    groups: list[Group]
+    groups: list[dict[str, Any]]
+    """Copies of its parameter groups; none if a number is a tensor on the CPU, which may be written in place."""
     numbers: Numbers
     digest: int
     tensors: list[Tensor]
     """Numbers on an accelerator, in its groups."""
-    is_fixed: bool
-    """True if no number is a tensor, which may be written in place."""
 
     def is_as_before(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Return True if the groups have the same parameters, and no value has been assigned since."""
-        if not self.is_fixed or len(groups) != len(self.groups):
+        """Return True if the groups have the same parameters and values."""
+        try:  # one comparison in C, which asks only objects that are others than before
+            same = groups == self.groups
+        except Exception:  # arrays, or other parameters, which a sharded optimizer has for a while
             return False
-        for group, (earlier, values, size, first) in zip(groups, self.groups, strict=True):
-            parameters = group["params"]
-            if group is not earlier or len(group) != len(values) or not all(map(is_, group.values(), values)):
-                return False
-            if len(parameters) != size or (size and parameters[0] is not first):
-                return False
-        return True
+        if not (same and self.tensors):
+            return same
+        # An equal number may be in another tensor now, which is to be read from then on.
+        return {*map(id, self.tensors)} <= {id(each) for group in groups for each in group.values()}
 
 
 def difference_in_numbers(told_by: Mapping[int, Mapping[str, str]]) -> str:

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from ctypes import c_char, string_at
+from ctypes import c_char
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -19,7 +21,7 @@ APART = 7
 ROUNDS = 256
 """The number of rounds in which all values are looked at once."""
 _LOOKS = ROUNDS // APART
-_FINEST, _LEAST, _MOST = 1 << 10, 1 << 14, 1 << 22
+_FINEST, _LEAST, _MOST = 1 << 9, 1 << 14, 1 << 22
 """Number of elements of a slice. It grows with the module, as each slice takes some launches on an accelerator, and is
 less than usual where there are so few parameters that some looks had none: a look takes as long as its values."""
 _SAMPLED = 16
@@ -38,6 +40,9 @@ def comparable_state(optimizer: Optimizer, parameter: Tensor) -> list[tuple[str,
     return [(key, each) for key, each in state.items() if isinstance(each, Tensor) and each.dim()] if state else []
 
 
+_tensor_of = itemgetter(1)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements of a plain tensor in the order of its memory, without copying them if they are dense."""
     if tensor.is_contiguous():
@@ -54,14 +59,19 @@ def _is_there(tensor: Tensor) -> bool:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    end = int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes
-    return int(tensor.untyped_storage().nbytes()) >= end
+    return tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
 
 
 def _address_on_host(tensor: Tensor) -> int:
     """Return where the elements of a tensor lie one after the other in memory of the host; 0 if they do not."""
     is_dense = tensor.is_cpu and is_ordinary(tensor) and tensor.is_contiguous() and _has_memory(tensor)
-    return int(tensor.data_ptr()) if is_dense else 0
+    return tensor.data_ptr() if is_dense else 0
+
+
+@lru_cache(maxsize=64)
+def _bytes(count: int) -> Any:
+    """Return the class of an array of bytes. To make it takes longer than all else, and ctypes does not keep it."""
+    return c_char * count
 
 
 class Slice(NamedTuple):
@@ -113,7 +123,7 @@ class Table:
             return None
         self._address = _address_on_host(sampled)
         if self._address:
-            self._on_host = (c_char * min(sampled.nbytes, _SAMPLED)).from_address(self._address)
+            self._on_host = _bytes(min(sampled.nbytes, _SAMPLED)).from_address(self._address)
             return self.sample()
         return _flat(inner_tensors(sampled)[-1].detach())[:_SAMPLED].clone()
 
@@ -140,7 +150,6 @@ class Look:
         self.round = round_
         self.whole = whole
         self.numbers = range(len(table.slices)) if whole else table.due(round_)
-        self._parameters = {id(table.tensors[table.slices[number].parameter]) for number in self.numbers}
         self._table = table
         self._found: dict[int, list[Any]] = {}  # tensors of one number, or numbers on the host
         self._numbers: list[Tensor] = []
@@ -149,7 +158,10 @@ class Look:
     def concerns(self, stepped: AbstractSet[int]) -> bool:
         """Return True if an optimizer that has ``stepped`` these parameters has some whose slices are due, or nothing
         has been looked at yet."""
-        return bool(self.numbers) and (not self._found or not self._parameters.isdisjoint(stepped))
+        if not self._found:
+            return bool(self.numbers)
+        slices, tensors = self._table.slices, self._table.tensors
+        return any(id(tensors[slices[number].parameter]) in stepped for number in self.numbers)
 
     def take(
         self, optimizers: Sequence[Optimizer], stepped: AbstractSet[int], numbers: Sequence[Tensor], state: bool
@@ -159,9 +171,10 @@ class Look:
         for number in self.numbers:
             piece = table.slices[number]
             parameter = table.tensors[piece.parameter]
-            if id(parameter) in stepped or number not in self._found:
-                kept = [comparable_state(each, parameter) for each in optimizers] if state else []
-                tensors = [parameter, *(tensor for each in kept for _, tensor in each)]
+            if number not in self._found or id(parameter) in stepped:
+                tensors = [parameter]
+                for each in optimizers if state else ():
+                    tensors += map(_tensor_of, comparable_state(each, parameter))
                 self._found[number] = _digests(tensors, piece, on_host=not table.is_on_accelerator)
         self._numbers = [slice_digest(each.detach().reshape(1)) for each in numbers]
         if table.is_on_accelerator:
@@ -197,13 +210,14 @@ def told(value: object) -> int:
 def _digests(tensors: Sequence[Tensor], piece: Slice, *, on_host: bool) -> list[Any]:
     """Return digests of a slice of tensors: of a parameter, and of others, which have its shape or belong to it;
     ``on_host``: all are on the CPU."""
-    shape, digest, digests = tensors[0].shape, 0, list[Any]()
+    shape, numel, digest, digests = tensors[0].shape, tensors[0].numel(), 0, list[Any]()
+    start, count = piece.start, min(piece.stop, numel) - piece.start
+    is_small = on_host and count <= _LEAST  # an operation on a tensor would take longer than its values
     for tensor in tensors:
         is_alike = tensor.shape == shape
-        start, count = piece.start, min(piece.stop, tensor.numel()) - piece.start
-        if on_host and is_alike and count <= _LEAST and (address := _address_on_host(tensor)):
-            # An operation on a tensor would take longer than its values.
-            digest = crc32(string_at(address + start * tensor.itemsize, count * tensor.itemsize), digest)
+        if is_small and is_alike and (address := _address_on_host(tensor)):
+            size = tensor.itemsize
+            digest = crc32(_bytes(count * size).from_address(address + start * size), digest)
             continue
         if not _is_there(tensor):
             continue
