@@ -198,8 +198,10 @@ def test_broadcast_coalesced_is_broadcast_of_each(kind):
             assert_same(row, [column[i] for column in columns])
             assert_same(row, some)
             assert all(t.device == place for t in row)
-            for copy, tensor in zip(row, some, strict=True):
-                assert place != tensor.device or copy.data_ptr() == tensor.data_ptr()
+            assert [copy is tensor for copy, tensor in zip(row, some, strict=True)] == [place == places[0]] * len(some)
+        for tensor, column in zip(some, columns, strict=True):
+            assert type(column) is tuple
+            assert [copy is tensor for copy in column] == [place == places[0] for place in places[::-1]]
 
     check()
 
@@ -217,7 +219,8 @@ def test_reduce_add_coalesced_is_the_sum_of_each_in_order(kind):
     @given(st.data(), device_lists(kind), st.integers(1, 2000))
     def check(data, places, cap):
         rows = [[t.to(p) for t in row] for row, p in zip(data.draw(summands(len(places))), places, strict=True)]
-        target = data.draw(st.sampled_from(places))
+        target = data.draw(st.sampled_from([*places, CPU]))
+        before = [(t, t.clone(), t._version) for row in rows for t in row]
         expected = []
         for column in zip(*rows, strict=True):
             total = column[0].cpu()
@@ -230,6 +233,7 @@ def test_reduce_add_coalesced_is_the_sum_of_each_in_order(kind):
             assert total.device == target
             assert_same(total, plain)
             assert_same(comm.reduce_add(column, target), plain)
+        assert all(torch.equal(t, old) and t._version == version for t, old, version in before)
 
     check()
 
@@ -245,9 +249,18 @@ def test_comm_gather_undoes_comm_scatter(kind):
             data.draw(st.lists(st.integers(0, tensor.shape[dim]), min_size=len(places) - 1, max_size=len(places) - 1))
         )
         chunk_sizes = [b - a for a, b in zip([0, *cuts], [*cuts, tensor.shape[dim]], strict=True)]
-        chunks = comm.scatter(tensor, places, chunk_sizes, dim)
-        assert [chunk.shape[dim] for chunk in chunks] == chunk_sizes
-        assert [chunk.device for chunk in chunks] == places
-        assert_same(comm.gather(chunks, dim, "cpu"), tensor)
+        tensor, expected = tensor.to(data.draw(st.sampled_from([*places, CPU]))), tensor.split(chunk_sizes, dim)
+        target = data.draw(st.sampled_from([*places, CPU]))
+        out = [torch.empty(part.shape, dtype=part.dtype, device=p) for part, p in zip(expected, places, strict=True)]
+        filled, whole = comm.scatter(tensor, dim=dim, out=out), torch.empty_like(tensor, device=target)
+        assert all(one is other for one, other in zip(filled, out, strict=True))
+        for chunks in (comm.scatter(tensor, places, chunk_sizes, dim), filled):
+            assert type(chunks) is tuple
+            assert [chunk.device for chunk in chunks] == places
+            assert_same(chunks, expected)
+            for back in (comm.gather(chunks, dim, target), comm.gather(chunks, dim, out=whole)):
+                assert back.device == target
+                assert_same(back, tensor)
+            assert back is whole
 
     check()

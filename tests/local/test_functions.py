@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd import gradcheck, gradgradcheck
 
-from lockstep.local import Broadcast, Gather, ReduceAdd, ReduceAddCoalesced, Scatter
-from lockstep.local.functions import GradientEdges, link
+from lockstep.local import Broadcast, Gather, ReduceAdd, ReduceAddCoalesced, Scatter, gather, scatter
+from lockstep.local.functions import link
+from programs.one_device import same
 
 # PyTorch 2.11, of the simulated accelerators' streams.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
@@ -22,48 +21,135 @@ def leaf(*shape, on=CPU, dtype=torch.float64):
     return torch.randn(shape, dtype=dtype).to(on).requires_grad_()
 
 
-def check(function, inputs):
-    assert gradcheck(function, inputs)
-    assert gradgradcheck(function, inputs)
-
-
 def full(size, value):
     return torch.full((size,), float(value), dtype=torch.float64)
 
 
-@pytest.fixture(params=["one", "two", "three", "first twice", "second twice"])
-def places(request, devices):
-    """Device lists of one, two and three devices, and with repeats."""
-    d = devices(3)
-    lists = {"one": [0], "two": [0, 1], "three": [0, 1, 2], "first twice": [0, 1, 0], "second twice": [1, 1]}
-    return [d[i] for i in lists[request.param]]
+def linked(tensors, places, groups=None):
+    """Copies of the tensors on each of the places, made differentiable: a list for each place."""
+    copies = [t.detach().to(place, copy=True) for place in places for t in tensors]
+    flat = link(copies, groups or list(range(len(tensors))), tensors)
+    assert all(a is b for a, b in zip(flat, copies, strict=True))
+    return [flat[i : i + len(tensors)] for i in range(0, len(flat), len(tensors))]
 
 
-@pytest.fixture(params=["host", "first"])
-def source(request, devices):
-    return CPU if request.param == "host" else devices(1)[0]
+# --------------------------------------------------------------------------- beside one device, in float64
+
+PLACES = {"one": [0], "two": [0, 1], "three": [0, 1, 2], "first twice": [0, 1, 0], "second twice": [1, 1]}
+
+
+def of_both(call):
+    """Two tensors on the source, which come to each place."""
+    return (
+        lambda p, s: [((3,), s), ((2, 2), s)],
+        call,
+        lambda p, *tensors: tensors * len(p),
+        lambda p, s: [place for place in p for _ in range(2)],
+    )
+
+
+def of_rows(dim, call):
+    """A tensor on each place, which come together on the source; dim None: tensors without dimensions."""
+    size = {0: lambda n: (n, 2), None: lambda n: ()}.get(dim, lambda n: (2, n))
+    return (
+        lambda p, s: [(size(n), place) for n, place in enumerate(p, 1)],
+        call,
+        lambda p, *tensors: [torch.cat([t.reshape(1) if dim is None else t for t in tensors], dim or 0)],
+        lambda p, s: [s],
+    )
+
+
+def of_chunks(dim, sizes_of, call):
+    """A tensor on the source, of which each place gets a chunk: of the sizes that `sizes_of` gives for so many."""
+
+    def inputs(p, s):
+        rows = sum(sizes_of(len(p)))
+        return [((rows, 2) if dim == 0 else (2, rows), s)]
+
+    def chunks(p, x):
+        return x.split(sizes_of(len(p)), dim)
+
+    return inputs, call, chunks, lambda p, s: p[: len(sizes_of(len(p)))]
+
+
+def own(n):
+    return [1, *[2] * (n - 1)]
+
+
+CALLS = {  # the inputs, the call, what it does on one device, and where its outputs are
+    "Broadcast": of_both(lambda p, s, *tensors: Broadcast.apply(p, *tensors)),
+    "link": of_both(lambda p, s, *tensors: [copy for row in linked(tensors, p) for copy in row]),
+    "link, in one bucket": of_both(lambda p, s, *tensors: [copy for row in linked(tensors, p, [0, 0]) for copy in row]),
+    "ReduceAddCoalesced": (
+        lambda p, s: [(shape, place) for place in p for shape in ((3,), (2, 2))],
+        lambda p, s, *tensors: ReduceAddCoalesced.apply(s, 2, *tensors),
+        lambda p, *tensors: [sum(tensors[::2]), sum(tensors[1::2])],
+        lambda p, s: [s, s],
+    ),
+    **{
+        f"Gather along {dim}": of_rows(dim, lambda p, s, *tensors, dim=dim: [Gather.apply(s, dim or 0, *tensors)])
+        for dim in (0, 1, -1, None)
+    },
+    "gather": of_rows(0, lambda p, s, *tensors: [gather([{"y": t} for t in tensors], s)["y"]]),
+    **{
+        f"Scatter along {dim}": of_chunks(
+            dim, lambda n: [2, *[1] * (n - 1)], lambda p, s, x, dim=dim: Scatter.apply(p, None, dim, x)
+        )
+        for dim in (0, 1)
+    },
+    "Scatter of fewer rows": of_chunks(0, lambda n: [1] * max(1, n - 1), lambda p, s, x: Scatter.apply(p, None, 0, x)),
+    **{
+        f"Scatter along {dim}, by sizes": of_chunks(
+            dim, own, lambda p, s, x, dim=dim: Scatter.apply(p, own(len(p)), dim, x)
+        )
+        for dim in (0, -1)
+    },
+    "scatter": of_chunks(
+        0, lambda n: [2, *[1] * (n - 1)], lambda p, s, x: [share["x"] for share in scatter({"x": x}, p)]
+    ),
+}
+
+
+def gradients(loss, inputs, **options):
+    found = torch.autograd.grad(loss, inputs, allow_unused=True, **options)
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True)]
+
+
+def derivatives(outputs, inputs, weights):
+    """Outputs, and gradients of a function of them and of a function of these gradients; zeros where there are none."""
+    loss = sum((y**3 * w.to(y.device)).sum().to(CPU) for y, w in zip(outputs, weights, strict=True) if w is not None)
+    once = gradients(loss.abs(), inputs, create_graph=True)
+    twice = gradients(sum((g.abs() ** 2).sum().to(CPU) for g in once), inputs)
+    return [*outputs, *once, *twice]
+
+
+@pytest.mark.parametrize("used", ["all", "last"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("source", ["host", "first"])
+@pytest.mark.parametrize("current", [0, 5])
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("name", CALLS)
+def test_values_gradients_and_their_gradients_are_those_of_one_device(
+    devices, kind, name, places, current, source, dtype, used
+):
+    """Wherever they are wanted, and whichever device is current."""
+    inputs, call, alone, targets = CALLS[name]
+    d, places = devices(3), PLACES[places]
+    p, s = [d[i] for i in places], CPU if source == "host" else d[0]
+    given = [leaf(*shape, on=place, dtype=dtype) for shape, place in inputs(p, s)]
+    plain = [t.detach().cpu().requires_grad_() for t in given]
+    expected = alone(p, *plain)
+    weights = [torch.randn_like(y) for y in expected]
+    if used == "last":
+        weights[:-1] = [None] * (len(weights) - 1)
+    with torch.accelerator.device_index(current) if kind == "sim" else torch.enable_grad():
+        outputs = call(p, s, *given)
+        found = derivatives(outputs, given, weights)
+    assert [t.device for t in found] == [*targets(p, s), *[t.device for t in given] * 2]
+    same(found, derivatives(expected, plain, weights), 1e-12, 1e-12)
 
 
 # -------------------------------------------------------------------------------------- Broadcast
-
-
-def test_broadcast_is_twice_differentiable(places, source):
-    check(lambda *tensors: Broadcast.apply(places, *tensors), (leaf(3, on=source), leaf(2, 2, on=source)))
-
-
-def test_the_gradient_of_broadcast_is_the_sum_on_the_inputs_device(places, source):
-    a, b = leaf(3, on=source), leaf(2, on=source)
-    copies = Broadcast.apply(places, a, b)  # all tensors for the first device, then for the next
-    assert [(c.device, c.shape) for c in copies] == [(place, shape) for place in places for shape in ((3,), (2,))]
-    sum((i + 1) * (copies[2 * i].sum() + 10 * copies[2 * i + 1].sum()).to(CPU) for i in range(len(places))).backward()
-    total = sum(range(1, len(places) + 1))
-    assert a.grad.device == source
-    assert torch.equal(a.grad.cpu(), full(3, total))
-    assert torch.equal(b.grad.cpu(), full(2, 10 * total))
-    a.grad = None
-    Broadcast.apply(places, a)[-1].sum().backward()  # the others are not used, and add nothing
-    assert torch.equal(a.grad.cpu(), full(3, 1))
-    assert Broadcast.apply(places) == ()
 
 
 def test_what_needs_no_gradient_is_broadcast_without_one(devices):
@@ -117,64 +203,7 @@ def test_sparse_gradients_of_a_broadcast_weight_are_summed(used):
     assert weight.grad.is_sparse == (used == 2)
 
 
-def test_complex_tensors_are_differentiable(devices):
-    d = devices(2)
-    x = leaf(3, on=d[0], dtype=torch.complex128)
-    check(lambda t: Broadcast.apply(d, t), (x,))
-    check(lambda t: Scatter.apply(d, None, 0, t), (x,))
-
-
-# ----------------------------------------------------------------------------- ReduceAddCoalesced
-
-
-def test_reduce_add_coalesced_is_twice_differentiable(places, source):
-    inputs = [t for place in places for t in (leaf(3, on=place), leaf(2, 2, on=place))]
-    check(lambda *tensors: ReduceAddCoalesced.apply(source, 2, *tensors), inputs)
-
-
-def test_reduce_add_coalesced_sums_device_major_and_gives_each_input_the_gradient(places, source):
-    inputs = [t for i, place in enumerate(places) for t in (leaf(3, on=place), torch.full((2,), i, device=place))]
-    first, second = ReduceAddCoalesced.apply(source, 2, *inputs)
-    assert first.device == second.device == source
-    assert torch.equal(second.cpu(), torch.full((2,), sum(range(len(places)))))
-    expected = inputs[0].detach().cpu()
-    for tensor in inputs[2::2]:
-        expected = expected + tensor.detach().cpu()
-    assert torch.equal(first.detach().cpu(), expected)
-    (3 * first).sum().backward()
-    for tensor, place in zip(inputs[::2], places, strict=True):
-        assert tensor.grad.device == place
-        assert torch.equal(tensor.grad.cpu(), torch.full((3,), 3.0, dtype=torch.float64))
-
-
-# ----------------------------------------------------------------------------------------- Gather
-
-
-@pytest.mark.parametrize("dim", [0, 1, -1, None])
-def test_gather_is_twice_differentiable(places, source, dim):
-    """Also of tensors without dimensions."""
-    sizes = [{0: (n, 2), None: ()}.get(dim, (2, n)) for n in range(1, len(places) + 1)]
-    inputs = [leaf(*size, on=place) for size, place in zip(sizes, places, strict=True)]
-    check(lambda *tensors: Gather.apply(source, dim or 0, *tensors), inputs)
-
-
-@pytest.mark.parametrize("shapes", [[(2, 4), (3, 4)], [(), ()]], ids=["rows", "numbers"])
-@pytest.mark.parametrize("destination", [-1, "cpu", 0, 2])
-def test_gather_splits_the_gradient_back_to_the_devices_of_the_inputs(devices, kind, destination, shapes):
-    d = devices(3)
-    target = CPU if destination in (-1, "cpu") or kind == "cpu" else d[destination]
-    x, y = (leaf(*shape, on=device) for shape, device in zip(shapes, d, strict=False))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = Gather.apply(destination if destination in (-1, "cpu") else target, 0, x, y)
-    assert [w.category for w in caught] == [FutureWarning] * (destination == -1)
-    assert result.device == target
-    assert torch.equal(result.detach().cpu(), torch.cat([t.detach().cpu().reshape(-1, *t.shape[1:]) for t in (x, y)]))
-    weights = torch.arange(float(result.numel()), dtype=torch.float64).view_as(result)
-    result.backward(weights.to(target))
-    assert (x.grad.device, y.grad.device) == (d[0], d[1])
-    assert (x.grad.shape, y.grad.shape) == (x.shape, y.shape)
-    assert torch.equal(torch.cat([x.grad.cpu().flatten(), y.grad.cpu().flatten()]), weights.flatten())
+# ----------------------------------------------------------------------------------------- Gather, Scatter
 
 
 def test_gather_of_inputs_of_which_only_one_needs_a_gradient(devices):
@@ -184,38 +213,6 @@ def test_gather_of_inputs_of_which_only_one_needs_a_gradient(devices):
     assert torch.equal(y.grad.cpu(), torch.ones(1))
     assert x.grad is None
     assert not Gather.apply(d[0], 0, x, x).requires_grad
-
-
-# ---------------------------------------------------------------------------------------- Scatter
-
-
-@pytest.mark.parametrize(("dim", "own_sizes"), [(0, False), (1, False), (-1, True), (0, True)])
-def test_scatter_is_twice_differentiable(places, source, dim, own_sizes):
-    sizes = [1, *[2] * (len(places) - 1)] if own_sizes else None
-    rows = sum(sizes) if sizes else len(places) + 1
-    shape = (rows, 2) if dim == 0 else (2, rows)
-    check(lambda x: Scatter.apply(places, sizes, dim, x), (leaf(*shape, on=source),))
-
-
-@pytest.mark.parametrize("rows", [4, 3, 2, 1])
-def test_scatter_puts_the_gradient_of_a_chunk_into_its_rows(devices, source, rows):
-    """Fewer rows than devices give fewer chunks; integers are scattered without a gradient."""
-    d = devices(3)
-    x = leaf(rows, 4, on=source)
-    chunks, expected = Scatter.apply(d, None, 0, x), x.detach().cpu().tensor_split(3)[: min(rows, 3)]
-    for i, (chunk, part, device) in enumerate(zip(chunks, expected, d, strict=False)):
-        assert chunk.device == device
-        assert torch.equal(chunk.detach().cpu(), part)
-        x.grad = None
-        chunk.backward(torch.full_like(chunk, 2.0))
-        assert x.grad.device == source
-        assert torch.equal(
-            x.grad.cpu(), torch.cat([torch.full_like(p, 2.0 * (j == i)) for j, p in enumerate(expected)])
-        )
-    assert len(chunks) == len(expected)
-    integers = Scatter.apply(d, None, 0, torch.arange(rows).to(source))
-    assert torch.cat([c.cpu() for c in integers]).tolist() == list(range(rows))
-    assert not any(c.requires_grad for c in integers)
 
 
 def test_copies_from_the_host_run_on_a_side_stream_that_the_main_stream_waits_for(sim):
@@ -270,20 +267,6 @@ def test_reduce_add_sums_onto_one_device(devices, target):
 # ------------------------------------------------------------------------------------- every call
 
 
-def test_gradients_land_on_their_devices_whatever_device_is_current(sim):
-    x, w = leaf(4, 2), leaf(2, on="sim:1")
-    with torch.accelerator.device_index(5):
-        chunks = Scatter.apply([1, 2], None, 0, x)
-        weights = Broadcast.apply([1, 2], w)
-        out = Gather.apply("sim:1", 0, *(c * v for c, v in zip(chunks, weights, strict=True)))
-        (out**2).sum().backward()
-    assert (x.grad.device, w.grad.device) == (CPU, torch.device("sim:1"))
-    expected_x, expected_w = (t.detach().cpu().requires_grad_() for t in (x, w))
-    ((expected_x * expected_w) ** 2).sum().backward()
-    torch.testing.assert_close(x.grad, expected_x.grad)
-    torch.testing.assert_close(w.grad.cpu(), expected_w.grad)
-
-
 def test_each_device_computes_its_gradients_in_a_thread_of_its_own(sim):
     seen = {}
 
@@ -321,14 +304,6 @@ def test_a_gradient_penalty_goes_through_all_of_them(devices):
 # ---------------------------------------------------------------------------------- GradientEdges
 
 
-def linked(tensors, places, groups=None):
-    """Copies of the tensors on each of the places, made differentiable: a list for each place."""
-    copies = [t.detach().to(place, copy=True) for place in places for t in tensors]
-    flat = link(copies, groups or list(range(len(tensors))), tensors)
-    assert all(a is b for a, b in zip(flat, copies, strict=True))
-    return [flat[i : i + len(tensors)] for i in range(0, len(flat), len(tensors))]
-
-
 def test_linking_moves_nothing(sim):
     w = leaf(3, on="sim:0")
     copies = [w.detach().clone(), w.detach().to("sim:1")]
@@ -338,28 +313,6 @@ def test_linking_moves_nothing(sim):
     assert not sim.copies()
     assert [c.data_ptr() for c in flat] == pointers
     assert all(c.requires_grad for c in flat)
-
-
-def test_linked_copies_are_twice_differentiable(places, source):
-    groups = [0, 1]
-
-    def function(a, b):
-        copies = [t.detach().to(place, copy=True) for place in places for t in (a, b)]
-        return GradientEdges.apply(copies, groups, a, b)[1:]
-
-    check(function, (leaf(2, on=source), leaf(2, 2, on=source)))
-
-
-def test_linked_copies_give_the_gradients_of_a_broadcast(places, source):
-    a, b = leaf(3, on=source), leaf(2, on=source)
-    flat = Broadcast.apply(places, a, b)
-    found = []
-    for copies in (linked([a, b], places), list(zip(flat[::2], flat[1::2], strict=True))):
-        losses = [((i + 1) * x.pow(3).sum() + y.sin().sum()).to(CPU) for i, (x, y) in enumerate(copies)]
-        found.append(torch.autograd.grad(sum(losses), (a, b)))
-    for one, other in zip(*found, strict=True):
-        assert one.device == other.device == source
-        assert torch.equal(one.cpu(), other.cpu())
 
 
 @pytest.mark.parametrize("order", [(1e8, -1e8, 1.0), (1.0, 1e8, -1e8), (1e8, None, -1e8, 1.0)])
@@ -407,17 +360,6 @@ def test_one_link_serves_several_backwards(devices, grad):
     assert torch.equal(w.grad.cpu(), full(3, 12))
     copies[1].sum().backward()
     assert torch.equal(w.grad.cpu(), full(3, 13))
-
-
-def test_gradients_of_gradients_flow_through_a_link(devices):
-    d = devices(2)
-    w = leaf(3, on=d[0])
-    copies = [row[0] for row in linked([w], d)]
-    loss = sum(c.pow(3).sum().to(CPU) for c in copies)
-    (grad,) = torch.autograd.grad(loss, w, create_graph=True)
-    torch.testing.assert_close(grad, 6 * w**2)
-    grad.sum().backward()
-    torch.testing.assert_close(w.grad, 12 * w.detach())
 
 
 def test_a_bucket_is_summed_before_older_nodes_run():
