@@ -49,9 +49,6 @@ def trains_as_alone(network, parallel, x):
     same(*found)
 
 
-CPU = ["cpu", "cpu"]
-
-
 def _scatter(tensor, devices, chunk_sizes, dim, streams):
     chunks = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
     return [chunk.to(f"sim:{index}") for chunk, index in zip(chunks, devices, strict=False)]
@@ -141,18 +138,6 @@ def test_replicate_costs_as_much_every_time(reference, sim):
     assert all(a is b is c for a, b, c in zip(first, again, third, strict=True))
 
 
-def test_what_users_change_between_forwards_is_noticed():
-    """#17540 names this as the obstacle to keeping replicas: `dp.module.attr = ...`, layers that are swapped."""
-    parallel = lockstep.DataParallel(mlp(), CPU)
-    x = torch.randn(4, 3)
-    parallel(x)
-    parallel.module[1] = nn.ReLU()
-    parallel.module[2].bias.data.add_(1)
-    parallel.module[0].register_forward_hook(lambda m, a, y: y * 2)
-    parallel.module[0].forward = lambda y: F.linear(y, parallel.module[0].weight)
-    torch.testing.assert_close(parallel(x), parallel.module(x))
-
-
 # ---------------------------------------------------------------------- the first device runs full
 
 
@@ -176,12 +161,6 @@ def test_the_first_device_holds_all_outputs(reference, sim):
     assert theirs_bytes >= outputs
     assert ours_bytes < 2 * parameters
     same(found, expected)
-
-
-def test_the_first_device_may_take_fewer_rows(sim):
-    """Link-Li/Balanced-DataParallel is a fork of DataParallel for this alone."""
-    parallel = lockstep.DataParallel(on("sim:0", mlp), [0, 1, 2], split=[1, 2, 2], gather_outputs=False)
-    assert [len(o) for o in parallel(torch.randn(10, 3))] == [2, 4, 4]
 
 
 # ------------------------------------------------------------------------- what replicas have and are
@@ -361,16 +340,6 @@ def test_outputs_without_dimensions(reference):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(ours(x).sum(), network(x))
-
-
-def test_a_loss_without_dimensions_may_be_one_number():
-    """What is asked for in most of these threads: the mean over all rows, however they were split."""
-    network = mlp()
-    parallel = lockstep.DataParallel(network, CPU)
-    x, target = torch.randn(5, 3), torch.randn(5, 2)
-    loss = parallel.step(F.mse_loss, x, target)
-    assert loss.shape == ()
-    torch.testing.assert_close(loss, F.mse_loss(network(x), target).detach())
 
 
 def test_an_odd_last_batch_leaves_devices_idle(reference):

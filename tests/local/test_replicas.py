@@ -21,10 +21,10 @@ from torch import nn
 import lockstep
 import sim
 from lockstep import DataParallel
-from lockstep.errors import DeviceError, NotReplicableError
+from lockstep.errors import NotReplicableError
 from lockstep.local import ReplicaSet, replicate
 from lockstep.local.module_copy import CACHE
-from programs.networks import STRUCTURES, Applying, Recurrent, mlp
+from programs.networks import STRUCTURES, Applying, mlp
 from programs.one_device import device_of, gradients, loss_of, on, reference, same, same_gradients
 
 CPU = torch.device("cpu")
@@ -35,21 +35,102 @@ def storage(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-# ------------------------------------------------------------------------------- what a replica is
+# ------------------------------------------------------------------------ gradients, beside one device
+
+
+def refreshed(times=1):
+    """A use that leads so many times to gradients, by one set of replicas after the other."""
+
+    def use(network, devices, chunks):
+        for _ in range(times):
+            replicas = replicate(network, devices)
+            assert [device_of(r) for r in replicas] == devices
+            loss_of(replicas, chunks).backward()
+
+    return use
+
+
+def in_parts(network, devices, chunks):
+    """A backward for each of the outputs of one forward."""
+    for replica, chunk in zip(replicate(network, devices), chunks, strict=True):
+        loss_of([replica], [chunk]).backward()
+
+
+def after(change, builds=1):
+    """A use that replicates, changes the network, and is to have its gradients after the change; None: any builds."""
+
+    def use(network, devices, chunks):
+        replicas = ReplicaSet(network, devices)
+        replicas.refresh()
+        change(network, replicas)
+        network.zero_grad()
+        loss_of(replicas.refresh(), chunks).backward()
+        assert builds in (None, replicas.builds)
+
+    return use
+
+
+def thaw(network, replicas):
+    network[0].requires_grad_(False)
+    replicas.refresh()
+    network[0].requires_grad_(True)
+
+
+def evaluate_in_inference_mode(network, replicas):
+    with torch.inference_mode():
+        for replica in replicas.refresh():
+            replica(torch.ones(4, 3, device=device_of(replica)))
+
+
+def fail_to_rebuild(network, replicas):
+    network.append(on(device_of(network), nn.LazyLinear, 2))
+    for _ in range(2):
+        with pytest.raises(NotReplicableError, match=r"3 is a LazyLinear"):
+            replicas.refresh()
+    network(torch.ones(1, 3, device=device_of(network)))
+
+
+def in_threads(network, devices, chunks):
+    """Beside other networks."""
+
+    def train(network):
+        for _ in range(5):
+            network.zero_grad()
+            refreshed()(network, devices, chunks)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(train, [network, *(copy.deepcopy(network) for _ in range(3))]))
+
+
+USES = {
+    "once": refreshed(),
+    "twice": refreshed(2),
+    "in parts": in_parts,
+    "after freezing": after(lambda network, replicas: network[0].requires_grad_(False)),
+    "after freezing all": after(lambda network, replicas: network[:2].requires_grad_(False)),
+    "after freezing and back": after(thaw),
+    "after inference": after(evaluate_in_inference_mode),
+    "after a move": after(lambda network, replicas: network.to(replicas.devices[-1]), None),
+    "after a failed rebuild": after(fail_to_rebuild, 2),
+    "in threads": in_threads,
+}
 
 
 @pytest.mark.parametrize("home", ["first", "cpu"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_gradients_of_all_replicas_sum_into_the_network(devices, first, count, home):
+@pytest.mark.parametrize("use", USES)
+def test_gradients_of_all_replicas_sum_into_the_network(devices, first, use, count, home):
     """Which may be elsewhere: as in the C++ API, on the CPU."""
     network = on(first if home == "first" else CPU, mlp)
     chunks = torch.randn(count, 5, 3).unbind()
+    USES[use](network, devices(count), chunks)
+    found = gradients(network)
     expected = reference(network, chunks)
-    for times in (1, 2):  # and on top of those
-        replicas = replicate(network, devices(count))
-        assert [device_of(r) for r in replicas] == devices(count)
-        loss_of(replicas, chunks).backward()
-        same(gradients(network), {name: times * g for name, g in expected.items()})
+    assert {p.grad.device for p in network.parameters() if p.grad is not None} == {device_of(network)}
+    same(found, {name: g if g is None or use != "twice" else 2 * g for name, g in expected.items()})
+
+
+# ------------------------------------------------------------------------------- what a replica is
 
 
 def test_the_first_replica_shares_the_storage_of_the_network(devices, first):
@@ -109,18 +190,6 @@ def test_a_power_iteration_is_that_of_the_first_replica(devices, first, name):
     torch.testing.assert_close(parallel(x), network(x))
 
 
-@pytest.mark.parametrize("kind_of_rnn", [nn.LSTM, nn.GRU, nn.RNN])
-def test_rnn_uses_the_weights_of_the_replica(devices, first, kind_of_rnn):
-    network = on(first, Recurrent, kind_of_rnn).rnn
-    for _ in range(2):
-        for replica in replicate(network, devices(2)):
-            assert len(replica._flat_weights) == len(network._flat_weights)
-            own = dict(replica.named_parameters())
-            names = network._flat_weights_names
-            assert all(w is own[n] for w, n in zip(replica._flat_weights, names, strict=True))
-            replica.flatten_parameters()
-
-
 # ------------------------------------------------------------------------------ kinds of modules
 
 
@@ -172,29 +241,6 @@ def test_sparse_buffers_and_sparse_gradients():
 def evaluated(replicas, x):
     with torch.no_grad():
         return [r(x.to(device_of(r))).cpu() for r in replicas]
-
-
-def test_nothing_is_rebuilt_in_training(devices, first):
-    network = on(first, lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)))
-    replicas = ReplicaSet(network, devices(2))
-    optimizer = torch.optim.Adam(network.parameters())
-    for _ in range(3):
-        loss_of(replicas.refresh(), torch.randn(2, 5, 3).unbind()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        network.eval()
-        replicas.refresh()
-        network.train()
-    assert replicas.builds == 1
-
-
-def test_an_update_through_data_counts_at_the_next_evaluation_too(devices, first):
-    network = on(first, mlp)
-    replicas = replicate(network, devices(2))
-    network[0].weight.data.add_(1)
-    with torch.no_grad():
-        replicas = replicate(network, devices(2))
-    assert all(torch.equal(r[0].weight.cpu(), network[0].weight.cpu()) for r in replicas)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
@@ -285,45 +331,6 @@ def test_a_replaced_buffer_is_freed():
     assert in_replica() is None
     network.kept = kept  # now a plain tensor like any other
     assert replicas.refresh()[1].kept is kept
-
-
-# ---------------------------------------------------------------------------------------- rebuilds
-
-
-def test_to_another_device_rebuilds(sim):
-    one, two = sim.devices(2)
-    network = on(one, mlp)
-    replicas = ReplicaSet(network, [one, two])
-    replicas.refresh()
-    network.to(two)
-    chunks = torch.randn(2, 5, 3).unbind()
-    loss_of(replicas.refresh(), chunks).backward()
-    assert replicas.builds == 2
-    assert {p.grad.device for p in network.parameters()} == {two}
-    same(gradients(network), reference(network, chunks))
-
-
-def test_a_buffer_alone_on_another_device_is_named(sim):
-    network = on(sim.devices(1)[0], nn.BatchNorm1d, 2)
-    replicas = ReplicaSet(network, sim.devices(2))
-    replicas.refresh()
-    network.running_var = network.running_var.to("sim:1")
-    with pytest.raises(DeviceError, match="running_var"):
-        replicas.refresh()
-
-
-def test_a_failed_rebuild_is_tried_again(devices, first):
-    network = on(first, mlp)
-    replicas = ReplicaSet(network, devices(2))
-    replicas.refresh()
-    network.append(on(first, nn.LazyLinear, 2))
-    for _ in range(2):
-        with pytest.raises(NotReplicableError, match=r"3 is a LazyLinear"):
-            replicas.refresh()
-    network(torch.ones(1, 3, device=first))
-    chunks = torch.randn(2, 5, 3).unbind()
-    loss_of(replicas.refresh(), chunks).backward()
-    same(gradients(network), reference(network, chunks))
 
 
 # ------------------------------------------------------------------------------------ carried over
@@ -501,36 +508,6 @@ def test_a_hook_that_is_a_method_is_called_on_the_replica():
     assert not hasattr(network, "ran")
 
 
-def test_hooks_of_a_replica_are_its_own():
-    network = mlp()
-    one, two = replicate(network, [CPU, CPU])
-    one[0].register_forward_hook(hook)
-    loss_of([one, two], torch.randn(2, 5, 3).unbind())
-    assert (hasattr(one[0], "calls"), hasattr(two[0], "calls")) == (True, False)
-    assert not network[0]._forward_hooks
-
-
-def test_requires_grad_back_and_forth(devices, first):
-    network = on(first, mlp)
-    replicas = ReplicaSet(network, devices(2))
-    chunks = torch.randn(2, 5, 3).unbind()
-    for frozen in (False, True, False, True):
-        network[0].requires_grad_(not frozen)
-        network.zero_grad()
-        loss_of(replicas.refresh(), chunks).backward()
-        same(gradients(network), reference(network, chunks))
-        assert (network[0].weight.grad is None) == frozen
-    assert replicas.builds == 1
-
-
-def test_a_network_that_is_frozen_as_a_whole(devices, first):
-    network = on(first, mlp).requires_grad_(False)
-    x = torch.ones(1, 3, requires_grad=True)
-    loss_of(replicate(network, devices(2)), [x, x]).backward()
-    assert x.grad.abs().sum() > 0
-    assert all(p.grad is None for p in network.parameters())
-
-
 # --------------------------------------------------------------------------- a replica is a module
 
 
@@ -642,14 +619,6 @@ def test_between_a_forward_and_its_backward(interrupted, use):
     interrupted.finish()
 
 
-def test_an_update_of_the_same_parameter_is_an_error_as_on_one_device(interrupted):
-    with torch.no_grad():
-        interrupted.network.body[3].weight.add_(1)
-    interrupted.again()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        interrupted.loss.backward()
-
-
 @pytest.mark.parametrize("replica", [0, 1])
 def test_an_update_of_the_same_parameter_is_an_error_in_every_replica(devices, first, replica):
     """Also in one that has a copy of the parameter: the refresh that writes there counts as the update."""
@@ -723,17 +692,6 @@ def counting():
     return Applying(counts, forwards=0, instances=[])
 
 
-def test_replica_0_is_the_network(devices, first):
-    network = on(first, counting)
-    parallel = DataParallel(network, devices(3))
-    replicas = parallel.replicate(network, devices(3))
-    assert replicas[0] is network
-    assert len({id(r) for r in replicas}) == 3
-    for step in range(1, 4):
-        parallel(torch.ones(9, 3, device=first))
-        assert network.forwards == step
-
-
 def test_state_of_every_replica_persists(devices, first):
     """And replica 0's, which is the network's, does not overwrite it; what the user sets does. Also after an error."""
     network = on(first, counting)
@@ -741,6 +699,7 @@ def test_state_of_every_replica_persists(devices, first):
     for step in range(1, 4):
         parallel(x)
         replicas = parallel.replicate(network, devices(3))
+        assert replicas[0] is network
         assert [(r.forwards, r.rows) for r in replicas] == [(step, 2), (step, 2), (step, 1)]
         assert [r.last_input.device for r in replicas] == devices(3)
         assert all(r.instances == [r] for r in replicas)
@@ -834,31 +793,6 @@ def test_sums_are_taken_in_the_order_of_the_replicas(devices, first, network_fir
         assert all(torch.equal(p.grad, e) for p, e in zip(network.parameters(), expected, strict=True))
 
 
-def test_backward_in_parts(devices, first):
-    """Two outputs of one forward, each with a backward of its own."""
-    network = on(first, mlp)
-    chunks = torch.randn(2, 5, 3).unbind()
-    expected = reference(network, chunks)
-    replicas = replicate(network, devices(2))
-    for replica, chunk in zip(replicas, chunks, strict=True):
-        loss_of([replica], [chunk]).backward()
-    same(gradients(network), expected)
-
-
-def test_gradients_of_gradients(devices, first):
-    network = on(first, mlp)
-    chunks = torch.randn(2, 5, 3).unbind()
-
-    def penalty(modules, parameters):
-        grads = torch.autograd.grad(loss_of(modules, chunks), parameters, create_graph=True)
-        return sum(g.square().sum() for g in grads)
-
-    twin = copy.deepcopy(network)
-    penalty(twin, [*twin.parameters()]).backward()
-    penalty(replicate(network, devices(2)), [*network.parameters()]).backward()
-    same(gradients(network), gradients(twin))
-
-
 def test_hooks_on_parameters_see_the_sum_once(devices, first):
     network = on(first, mlp)
     chunks = torch.randn(2, 5, 3).unbind()
@@ -872,20 +806,6 @@ def test_hooks_on_parameters_see_the_sum_once(devices, first):
 
 
 # ------------------------------------------------------------------------------ modes of the caller
-
-
-def test_built_in_inference_mode_used_in_training(devices, first):
-    network = on(first, lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-    replicas = ReplicaSet(network, devices(2))
-    x = torch.randn(4, 3)
-    with torch.inference_mode():
-        for replica in replicas.refresh():
-            replica(x.to(device_of(replica)))
-    chunks = torch.randn(2, 5, 3).unbind()
-    expected = reference(network, chunks)
-    loss_of(replicas.refresh(), chunks).backward()
-    same(gradients(network), expected)
-    assert replicas.builds == 1
 
 
 def test_a_network_made_in_inference_mode(devices, first):
@@ -976,21 +896,6 @@ def test_compiling_the_network_after_its_first_use():
 
 
 # ------------------------------------------------------------------------------------------- threads
-
-
-def test_different_networks_in_different_threads(devices, first):
-    networks = [on(first, mlp) for _ in range(4)]
-    chunks = torch.randn(2, 5, 3).unbind()
-
-    def train(network):
-        for _ in range(5):
-            network.zero_grad()
-            loss_of(replicate(network, devices(2)), chunks).backward()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(train, networks))
-    for network in networks:
-        same(gradients(network), reference(network, chunks))
 
 
 def test_one_network_in_several_threads(devices, first):

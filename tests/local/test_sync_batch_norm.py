@@ -98,19 +98,6 @@ def test_a_replica_that_takes_another_way_is_an_error_in_all():
     assert parallel(torch.randn(6, 2)).shape == (6, 2)
 
 
-def test_a_replica_that_raises_is_the_error_that_is_raised():
-    def forward(m, x):
-        if bool((x > 5).any()):
-            raise KeyError("too large")
-        return m.norm(x)
-
-    x = torch.zeros(6, 2)
-    x[5] = 9.0
-    with pytest.raises(KeyError, match="Caught KeyError in replica 2 on device cpu") as caught:
-        DataParallel(Applying(forward, norm=SyncBatchNorm(2)), ["cpu"] * 3)(x)
-    assert "Also failed" not in str(caught.value)
-
-
 def test_shapes_are_checked():
     with pytest.raises(LayoutError, match=r"expected an input of shape \(N, C\) or \(N, C, ...\), got \(3,\)"):
         SyncBatchNorm(3)(torch.zeros(3))
