@@ -17,26 +17,12 @@ import pytest
 import torch
 from torch import nn
 
+from local.refusal import refused
 from lockstep import DataParallel
-from lockstep.errors import DeviceError, LayoutError, LockstepError
+from lockstep.errors import DeviceError, LayoutError
 from lockstep.local import data_parallel
 from programs.networks import Applying
 from small_modules import fails_in_backward, one_weight
-
-
-@contextlib.contextmanager
-def refused(kind, *words):
-    """The block raises `kind` with all of `words` (patterns) in its message, and another wrapper runs as before."""
-    healthy, x = DataParallel(nn.Linear(1, 1), ["cpu"] * 3), torch.arange(3.0)[:, None]
-    expected = healthy(x)
-    with pytest.raises(kind) as caught:
-        yield caught
-    if issubclass(kind, LockstepError):
-        assert type(caught.value) is kind
-    message = "".join(traceback.format_exception_only(caught.value))  # with its notes
-    for word in words:
-        assert re.search(word, message), f"{word!r} is not in: {message}"
-    assert torch.equal(healthy(x), expected)
 
 
 @pytest.fixture
@@ -65,7 +51,7 @@ def test_a_parameter_on_another_device(sim):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("sim:0")
     net[1].bias = nn.Parameter(torch.zeros(2, device="sim:1"))
     x = torch.ones(4, 2, device="sim:0")
-    message = (r"device sim:0 \(device_ids\[0\]\)", "on device: sim:1", r"parameter 1\.bias", r"module\.to\('sim:0'\)")
+    message = ("device sim:0 (device_ids[0])", "on device: sim:1", "parameter 1.bias", "module.to('sim:0')")
     for ids in ([0], [0, 1]):
         with refused(DeviceError, *message):
             data_parallel(net, x, ids)
@@ -117,7 +103,7 @@ def test_a_step_that_fails_leaves_nothing_for_the_next_to_add(devices, first, fa
             output = fails_in_backward(output)
         return output.sum()
 
-    with refused(ArithmeticError, f"replica {failing} .*\n[\\s\\S]*a bad batch" if where == "loss" else "a bad batch"):
+    with refused(ArithmeticError, f"replica {failing} " if where == "loss" else "", "a bad batch"):
         parallel.step(loss, x, x)
     assert where == "backward" or net.weight.grad is None
     net.zero_grad()
@@ -197,9 +183,9 @@ def test_a_replica_that_raises(devices, first, name, which):
     network, raised = failing(*(make if i in which else None for i in range(3)))
     x = torch.arange(3.0, device=first)[:, None]
     kind = type(make())
-    lines = [f"Caught {type(make()).__name__} in replica {which[0]} on device {where}.\nOriginal .*Traceback"]
-    lines += [r"in function\n[ |]+raise error", re.escape(traceback.format_exception_only(make())[0].split("\n")[0])]
-    lines += [f"Also failed: replica {i} on device .*{type(make()).__name__}" for i in which[1:]]
+    lines = [re.compile(f"Caught {kind.__name__} in replica {which[0]} on device {where}.\nOriginal .*Traceback")]
+    lines += [re.compile(r"in function\n[ |]+raise error"), traceback.format_exception_only(make())[0].split("\n")[0]]
+    lines += [re.compile(f"Also failed: replica {i} on device .*{kind.__name__}") for i in which[1:]]
     with refused(kind, *lines) as caught:
         DataParallel(network.to(first), devices(3))(x)
     assert sorted(raised) == which

@@ -36,52 +36,43 @@ def untried(sim):
     direct_copy_works.cache_clear()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
-def test_the_cpu_is_one_device(device):
-    assert resolve_device(device) == CPU
+SIM = [torch.device("sim", index) for index in range(8)]
 
 
-@pytest.mark.parametrize("device", [2, "sim:2", torch.device("sim", 2)])
-def test_an_accelerator_is_named_by_index_string_or_device(sim, device):
-    assert resolve_device(device) == torch.device("sim:2")
+def zeros(*places):
+    return [torch.zeros(1, device=place) for place in places]
 
 
-@pytest.mark.parametrize("device", ["sim", torch.device("sim")])
-def test_a_type_without_an_index_is_the_current_device(sim, device):
-    assert resolve_device(device) == torch.device("sim:0")
+RESOLVED = {  # while sim:3 is the current device
+    **{f"device {device!r}": (lambda device=device: resolve_device(device), CPU)
+        for device in ("cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0))},
+    **{f"device {device!r}": (lambda device=device: resolve_device(device), torch.device("sim", index))
+        for device, index in ((2, 2), ("sim:2", 2), (torch.device("sim", 2), 2), ("sim", 3), (torch.device("sim"), 3))},
+    "a list": (lambda: resolve_devices([1, "cpu", "sim:1"]), [SIM[1], CPU, SIM[1]]),
+    "a tuple": (lambda: resolve_devices((1, "cpu", SIM[1])), [SIM[1], CPU, SIM[1]]),
+    "a range": (lambda: resolve_devices(range(2)), SIM[:2]),
+    "the type": (accelerator, torch.device("sim")),
+    "all, in the order of their indices": (all_accelerators, SIM),
+    "labels": (lambda: [device_label(torch.device(d)) for d in ("cpu", "sim:3", "cuda:0")], ["cpu", "3", "0"]),
+    "a destination": (lambda: resolve_destination("cpu", zeros("sim:1")), CPU),
+    "a destination by index": (lambda: resolve_destination(5), SIM[5]),
+    "no destination": (lambda: resolve_destination(None), SIM[3]),
+    "no destination of tensors": (lambda: resolve_destination(None, zeros("sim:1")), SIM[3]),
+    "no destination of tensors on both": (lambda: resolve_destination(None, zeros("cpu", "sim:1")), SIM[3]),
+    "no destination of tensors on the CPU": (lambda: resolve_destination(None, zeros("cpu")), CPU),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_devices_are_named_by_index_string_or_device(sim, name):
+    call, expected = RESOLVED[name]
     with torch.accelerator.device_index(3):
-        assert resolve_device(device) == torch.device("sim:3")
-
-
-def test_a_device_list_is_any_sequence_and_may_repeat(sim):
-    expected = [torch.device("sim:1"), CPU, torch.device("sim:1")]
-    assert resolve_devices([1, "cpu", "sim:1"]) == expected
-    assert resolve_devices((1, "cpu", torch.device("sim", 1))) == expected
-    assert resolve_devices(range(2)) == sim.devices(2)
-
-
-def test_all_accelerators_come_in_the_order_of_their_indices(sim):
-    assert accelerator() == torch.device("sim")
-    assert all_accelerators() == sim.devices()
-
-
-def test_labels_are_indices_or_cpu():
-    assert [device_label(torch.device(d)) for d in ("cpu", "sim:3", "cuda:0")] == ["cpu", "3", "0"]
+        assert call() == expected
 
 
 def test_minus_one_is_the_cpu_with_a_warning():
     with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
         assert resolve_destination(-1) == CPU
-
-
-def test_none_is_the_current_device_of_the_tensors_type(sim):
-    with torch.accelerator.device_index(2):
-        assert resolve_destination(None, [torch.ones(1, device="sim:1")]) == torch.device("sim:2")
-        assert resolve_destination(None, [torch.ones(1), torch.ones(1, device="sim:1")]) == torch.device("sim:2")
-        assert resolve_destination(None, [torch.ones(1)]) == CPU
-        assert resolve_destination(None) == torch.device("sim:2")
-    assert resolve_destination("cpu", [torch.ones(1, device="sim:1")]) == CPU
-    assert resolve_destination(5) == torch.device("sim:5")
 
 
 def test_each_device_has_one_side_stream_and_the_cpu_none(sim):

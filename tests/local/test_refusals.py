@@ -6,14 +6,12 @@ any devices. What happens to a batch that fails on its way is in test_bad_input.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from local.refusal import refused
 from lockstep import DataParallel
 from lockstep._base.devices import resolve_device, resolve_devices
 from lockstep._base.tree import Tree, open_node
@@ -22,7 +20,6 @@ from lockstep.errors import (
     GradientError,
     LayoutError,
     LengthError,
-    LockstepError,
     NotReplicableError,
     StructureError,
 )
@@ -46,27 +43,6 @@ CPU2 = ["cpu", "cpu"]
 ONE, ROW, PAIR, NUMBER = torch.ones(1), torch.ones(2, 3), torch.ones(6, 2), torch.tensor(1.0)
 NAN = float("nan")
 PACKED = pack_sequence([torch.ones(2), torch.ones(1)])
-
-
-def workers() -> int:
-    """Threads that run replicas; others may begin and end in earlier tests of this process."""
-    return sum(thread.name.startswith("lockstep-worker") for thread in threading.enumerate())
-
-
-@contextlib.contextmanager
-def refused(kind, *words):
-    """The block raises `kind` with all of `words` in its message, leaves no thread, and hurts nothing."""
-    healthy, x = DataParallel(nn.Linear(1, 1), ["cpu"] * 3), torch.arange(3.0)[:, None]
-    expected, before = healthy(x), workers()
-    with pytest.raises(kind) as caught:
-        yield caught
-    assert issubclass(kind, LockstepError)
-    assert type(caught.value) is kind
-    assert isinstance(caught.value, ValueError if kind is StructureError else RuntimeError)  # as PyTorch's are
-    for word in words:
-        assert word in str(caught.value)
-    assert torch.equal(healthy(x), expected)
-    assert workers() <= max(before, 3)
 
 
 def empty(*shape, dtype=None):
@@ -180,7 +156,6 @@ MADE = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
 }
-KEYS = "All dicts must have the same number of keys"
 NESTED = {
     "two sizes": (lambda: scatter([torch.ones(4), torch.ones(3)], CPU2), LayoutError,
         SIZES + "[0] has size 4 there, and inputs[1] has 3 (shape (3,))"),
@@ -212,23 +187,6 @@ NESTED = {
             LayoutError, f"cannot split kwargs['edges']: it is a {'nested' if kind == 'jagged' else kind} tensor")
         for kind, make in MADE.items()
     },
-    **{
-        f"outputs: {name}": (lambda outputs=outputs: gather(outputs, "cpu"), StructureError, *words)
-        for name, (outputs, *words) in {
-            "numbers of keys": ([{"a": ONE}, {"a": ONE, "b": ONE}], KEYS, "['a'], ['b']"),
-            "keys": ([{"a": ONE}, {"b": ONE}], KEYS, "replica 1: dict with ['b']"),
-            "lengths": ([[ONE, ONE], [ONE]], "the structures differ", "replica 1: list with [0]"),
-            "types": ([(ONE,), [ONE]], "the structures differ", "replica 0: tuple with [0]; replica 1: list with [0]"),
-            "None": ([ONE, None], "outputs: the structures differ", "replica 0: Tensor; replica 1: NoneType"),
-            "tensor and number": ([[ONE], [1.0]], "cannot gather outputs[0]", "replica 1: float"),
-            "deep": ([{"x": (0, [ONE])}, {"x": (0, ONE)}], "cannot gather outputs['x'][1]", "replica 1: Tensor"),
-            "empty": ([[ONE], []], "the structures differ", "replica 1: list with nothing"),
-        }.items()
-    },
-    "outputs of two shapes": (lambda: gather([{"y": torch.ones(2, 3)}, {"y": torch.ones(2, 4)}], "cpu"), LayoutError,
-        "cannot gather outputs['y'] along dim 0: Input tensor at index 1 has invalid shape"),
-    "outputs of other dimensions": (lambda: gather([NUMBER, torch.ones(2)], "cpu"), LayoutError,
-        "cannot gather outputs along dim 0", "same number of dimensions"),
     "outputs along dim 2": (lambda: gather([ONE, ONE], "cpu", 2), LayoutError, "cannot gather outputs along dim 2"),
     "no outputs": (lambda: gather([], "cpu"), LengthError,
         "gather expects the outputs of at least one replica, got none"),
@@ -343,11 +301,16 @@ OUTPUTS = {
         "index 1 has 1"),
     "two shapes, deep": (({"a": [torch.ones(2, 3)]}, {"a": [torch.ones(2, 4)]}), LayoutError,
         "outputs['a'][0] along dim 0", "(2, 4)"),
-    "None": ((ONE, None), StructureError, "outputs", "replica 0: Tensor", "replica 1: NoneType"),
-    "tuple and list": (((ONE,), [ONE]), StructureError, "replica 0: tuple", "replica 1: list"),
+    "None": ((ONE, None), StructureError, "outputs: the structures differ", "replica 0: Tensor; replica 1: NoneType"),
+    "tuple and list": (((ONE,), [ONE]), StructureError, "replica 0: tuple with [0]; replica 1: list with [0]"),
     "lengths": (((ONE,), (ONE,) * 2), StructureError, "replica 0: tuple with [0];", "replica 1: tuple with [0], [1]"),
-    "keys": (({"a": ONE}, {"b": ONE}), StructureError, "same keys", "['a']", "['b']"),
-    "a number": (([{"a": ONE}], [{"a": 3}]), StructureError, "outputs[0]['a']", "replica 1: int"),
+    "nothing": (([ONE], []), StructureError, "the structures differ", "replica 1: list with nothing"),
+    "keys": (({"a": ONE}, {"b": ONE}), StructureError, "same keys", "replica 1: dict with ['b']"),
+    "numbers of keys": (({"a": ONE}, {"a": ONE, "b": ONE}), StructureError,
+        "All dicts must have the same number of keys", "['a'], ['b']"),
+    "a number": (([{"a": ONE}], [{"a": 3}]), StructureError, "cannot gather outputs[0]['a']", "replica 1: int"),
+    "a list and a tensor, deep": (({"x": (0, [ONE])}, {"x": (0, ONE)}), StructureError, "outputs['x'][1]",
+        "replica 1: Tensor"),
 }  # fmt: skip
 
 
@@ -361,8 +324,9 @@ def test_it_is_refused_on_any_devices(devices, call, kind_of, words):
 @pytest.mark.parametrize(("outputs", "kind_of", "words"), [(o, k, w) for o, k, *w in OUTPUTS.values()], ids=OUTPUTS)
 def test_outputs_that_differ_are_refused_unless_they_stay_apart(devices, outputs, kind_of, words):
     parallel, x = returning(devices(2), *outputs)
-    with refused(kind_of, *words):
-        parallel(x)
+    for call in (lambda: gather(outputs, "cpu"), lambda: parallel(x)):
+        with refused(kind_of, *words):
+            call()
     parallel.gather_outputs = False
     assert len(parallel(x)) == 2
     if kind_of is StructureError:
