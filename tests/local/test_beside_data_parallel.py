@@ -558,32 +558,7 @@ def test_compiled_modules(compiler, backend, order):
         torch.testing.assert_close(parallel(x), plain(x))
 
 
-# ----------------------------------------------------------------------------------------- the wrapper
-
-
-def test_the_wrapper_hides_the_module(reference):
-    """#16885, #9176: attributes of the module, and `module.` before every key."""
-
-    class Named(nn.Linear):
-        width = 7
-
-        def describe(self):
-            return "a linear layer"
-
-    network = on("sim:0", Named, 3, 2)
-    theirs, ours = reference.DataParallel(network, [0, 1]), lockstep.DataParallel(network, [0, 1])
-    for name in ("width", "describe", "in_features"):
-        with pytest.raises(AttributeError):
-            getattr(theirs, name)
-    assert (ours.width, ours.in_features, ours.describe()) == (7, 3, "a linear layer")
-    assert list(ours.state_dict()) == list(theirs.state_dict()) == ["module.weight", "module.bias"]
-    with pytest.raises(RuntimeError, match="Missing key"):
-        theirs.load_state_dict(network.state_dict())
-    doubled = {name: t * 2 for name, t in network.state_dict().items()}
-    ours.load_state_dict(doubled)
-    assert torch.equal(network.weight, doubled["weight"])
-    ours.load_state_dict({f"module.{name}": t * 2 for name, t in doubled.items()})
-    assert torch.equal(network.weight, doubled["weight"] * 2)
+# ----------------------------------------------------------------------------------------- the function
 
 
 def test_data_parallel_as_a_function_clones_at_every_call(sim, monkeypatch):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from lockstep.local import Gather, comm, gather
+from lockstep.local import Gather, ReduceAdd, comm, gather
 
 CPU = torch.device("cpu")
 
@@ -44,50 +44,6 @@ def test_broadcast_fills_and_returns_the_out_tensors(devices):
 
 
 # ---------------------------------------------------------------------------- broadcast_coalesced
-
-
-def on_first(*sizes, dtype=torch.float32):
-    return [torch.ones(size, dtype=dtype, device="sim:0") for size in sizes]
-
-
-KIBIBYTES = [256] * 8
-THERE_1, THERE_2, BACK = ("sim:0", "sim:1"), ("sim:0", "sim:2"), ("sim:1", "sim:0")
-COPIES = {
-    "a buffer for each dtype and device": (
-        lambda: comm.broadcast_coalesced([*on_first(*[10] * 20), *on_first(*[5] * 20, dtype=torch.int64)], [0, 1, 2]),
-        {THERE_1: 2, THERE_2: 2},
-    ),
-    "nothing at home": (lambda: comm.broadcast_coalesced(on_first(4, 3), [0, 0]), {}),
-    "nothing at home, in a sum": (lambda: comm.reduce_add_coalesced([on_first(4, 3)] * 2, 0), {}),
-    "gather: each tensor elsewhere": (
-        lambda: comm.gather([randn(2, 3, on=d) for d in ("sim:0", "sim:1", "sim:2", "cpu")], 0, 0),
-        {("cpu", "sim:0"): 1 + 1, BACK: 1, ("cpu", "sim:1"): 1, ("cpu", "sim:2"): 1, ("sim:2", "sim:0"): 1},
-    ),
-    **{
-        f"a cap of {cap} bytes": (
-            lambda cap=cap: comm.broadcast_coalesced(on_first(*KIBIBYTES), [1], cap),
-            {THERE_1: buffers},
-        )
-        for cap, buffers in [(8 << 10, 1), (2 << 10, 4), (1, 8), (3 << 10, 3)]
-    },
-    **{
-        f"a cap of {cap} bytes, in a sum": (
-            lambda cap=cap: comm.reduce_add_coalesced(
-                [on_first(*KIBIBYTES), [torch.ones(256, device="sim:1") for _ in range(8)]], 0, cap
-            ),
-            {BACK: buffers},
-        )
-        for cap, buffers in [(8 << 10, 1), (2 << 10, 4), (1, 8), (3 << 10, 3)]
-    },
-}
-
-
-@pytest.mark.parametrize(("call", "expected"), COPIES.values(), ids=COPIES)
-def test_how_many_copies_a_call_takes(sim, call, expected):
-    call()  # tries the connections
-    sim.reset_copies()
-    call()
-    assert {pair: count.calls for pair, count in sim.copies().items()} == expected
 
 
 def test_copies_elsewhere_are_independent_of_the_source_and_of_each_other(sim):
@@ -132,6 +88,7 @@ def test_every_call_with_a_destination_goes_there(devices, destination):
     total = x.cpu() + y.cpu()
     for call, expected in (
         (lambda: comm.reduce_add([x, y], given), total),
+        (lambda: ReduceAdd.apply(given, x, y), total),
         (lambda: comm.reduce_add_coalesced([[x], [y]], given)[0], total),
         *(
             (call, torch.cat([x.cpu(), y.cpu()]))
@@ -293,13 +250,6 @@ def test_scatter_copies_on_the_given_streams(sim):
     comm.scatter(tensor, [0, 1], streams=[None, side])
     ran_on = {line.target: line.stream for line in sim.stream_log() if line.action == "copy"}
     assert ran_on == {"sim:0": 0, "sim:1": side.stream_id}
-
-
-def test_tensors_without_dimensions_become_a_vector(devices):
-    d = devices(2)
-    scalars = [torch.tensor(1.5, device=d[0]), torch.tensor(2.5, device=d[1])]
-    for dim in (0, -1):
-        assert_on(comm.gather(scalars, dim, d[0]), d[0], torch.tensor([1.5, 2.5]))
 
 
 # ------------------------------------------------------------------------------- what all calls do

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.local import Broadcast, Gather, ReduceAdd, ReduceAddCoalesced, Scatter, gather, scatter
+from lockstep.local import Broadcast, Gather, ReduceAddCoalesced, Scatter, gather, scatter
 from lockstep.local.functions import link
 from programs.one_device import same
 
@@ -172,24 +172,6 @@ def test_every_copy_has_a_gradient_of_its_own_where_a_device_stands_twice_in_the
     assert [grad.tolist() for grad in torch.autograd.grad(loss, copies)] == [[1, 1], [2, 2], [3, 3]]
 
 
-def copies_of(sim, step):
-    """How many copies between two places a step takes, after one that tries the connections."""
-    step()
-    sim.reset_copies()
-    step()
-    return {pair: count.calls for pair, count in sim.copies().items()}
-
-
-def test_broadcast_and_back_move_one_buffer_a_device(sim):
-    weights = [leaf(4, on="sim:0") for _ in range(10)]
-
-    def step():
-        copies = Broadcast.apply([0, 1], *weights)
-        torch.autograd.backward(copies, [torch.ones_like(c) for c in copies])
-
-    assert copies_of(sim, step) == {("sim:0", "sim:1"): 1, ("sim:1", "sim:0"): 1}
-
-
 @pytest.mark.parametrize("used", [1, 2])
 def test_sparse_gradients_of_a_broadcast_weight_are_summed(used):
     weight = leaf(5, 2)
@@ -251,19 +233,6 @@ def test_copies_between_accelerators_use_no_side_stream(sim):
     assert not [line for line in sim.stream_log() if line.action == "wait"]
 
 
-# -------------------------------------------------------------------------------------- ReduceAdd
-
-
-@pytest.mark.parametrize("target", [0, 1])
-def test_reduce_add_sums_onto_one_device(devices, target):
-    d = devices(2)
-    a, b = torch.randn(3, device="cpu").to(d[0]), torch.randn(3).to(d[1])
-    total = ReduceAdd.apply(d[target], a, b)
-    assert total.device == d[target]
-    assert torch.equal(total.cpu(), a.cpu() + b.cpu())
-    assert not total.requires_grad
-
-
 # ------------------------------------------------------------------------------------- every call
 
 
@@ -286,19 +255,6 @@ def test_each_device_computes_its_gradients_in_a_thread_of_its_own(sim):
     assert len({seen[i][0] for i in range(3)}) == 3
     assert threading.get_ident() not in {ident for ident, _ in seen.values()}
     assert seen["sum"][0] == seen[0][0]
-
-
-def test_a_gradient_penalty_goes_through_all_of_them(devices):
-    d = devices(2)
-    linear = nn.Linear(4, 1).to(d[0])
-    x = torch.ones(2, 4, device=d[0], requires_grad=True)
-    chunks = Scatter.apply(d, None, 0, x)
-    weights = Broadcast.apply(d, linear.weight, linear.bias)
-    rows = [nn.functional.linear(c, weights[2 * i], weights[2 * i + 1]) for i, c in enumerate(chunks)]
-    out = Gather.apply(d[0], 0, *rows)
-    torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)[0].mean().backward()
-    assert torch.equal(linear.weight.grad.cpu(), torch.full((1, 4), 0.25))
-    assert torch.equal(linear.bias.grad.cpu(), torch.zeros(1))
 
 
 # ---------------------------------------------------------------------------------- GradientEdges
@@ -376,26 +332,6 @@ def test_a_bucket_is_summed_before_older_nodes_run():
         h.register_hook(lambda grad: ran.append("early layer"))
     sum((h * w).sum() for h, w in zip(hidden, (late_copy, late_other), strict=True)).backward()
     assert ran == ["late summed", "early layer", "early layer", "early summed"]
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_linked_gradients_move_in_one_buffer_for_each_replica_elsewhere(sim, replicas):
-    """Those of one replica are handed on as they are."""
-    weights = [leaf(3, on="sim:0") for _ in range(6)]
-
-    def step():
-        for weight in weights:
-            weight.grad = None
-        copies = [c for row in linked(weights, sim.devices(replicas)) for c in row]
-        grads = [torch.full_like(c, 3.0) for c in copies]
-        sim.reset_copies()
-        torch.autograd.backward(copies, grads)
-        return {pair: count.calls for pair, count in sim.copies().items()}
-
-    step()
-    step()
-    assert step() == {(f"sim:{i}", "sim:0"): 1 for i in range(1, replicas)}
-    assert all(torch.equal(w.grad.cpu(), full(3, 3 * replicas)) for w in weights)
 
 
 def test_replicas_with_sparse_and_dense_gradients_sum_densely():

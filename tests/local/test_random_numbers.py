@@ -70,24 +70,6 @@ def test_what_a_replica_seeds_or_sets_stays_as_without_replicas():
     assert torch.initial_seed() == 8
 
 
-@pytest.mark.parametrize("how", ["forward", "step"])
-def test_runs_from_one_seed_are_alike(how):
-    def run():
-        torch.manual_seed(3)
-        network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), SyncBatchNorm(4), nn.Dropout(0.5), nn.Linear(4, 2))
-        parallel = DataParallel(network, ["cpu"] * 3)
-        outputs = []
-        for _ in range(3):
-            if how == "step":
-                outputs.append(parallel.step(lambda output: output.mean(), torch.ones(9, 4)))
-            else:
-                outputs.append(parallel(torch.ones(9, 4)))
-                outputs[-1].sum().backward()
-        return [*outputs, *(p.grad for p in network.parameters())]
-
-    assert all(torch.equal(one, other) for one, other in zip(run(), run(), strict=True))
-
-
 def dropped(reentrant, together):
     """A dropout in a checkpointed segment, and one outside; before them, maybe, a meeting of the replicas."""
 

@@ -331,19 +331,3 @@ def test_state_that_only_the_last_replica_writes_starts_from_the_networks(device
         for _ in range(4):
             network.seen = False
             assert parallel(torch.tensor([[1.0], [-1.0]], device=first)).flatten().tolist() == [0, 1]
-
-
-def test_state_that_every_replica_writes_stays_with_each(devices, first):
-    def forward(m, x):
-        m.largest = max(m.largest, float(x.max()))
-        return x * 0 + m.largest
-
-    network = Applying(forward, largest=0.0).to(first)
-    parallel = DataParallel(network, devices(2))
-
-    def outputs(*numbers):
-        return parallel(torch.tensor(numbers, device=first).unsqueeze(1)).flatten().tolist()
-
-    assert [outputs(1, 2), outputs(0, 5), outputs(0, 0)] == [[1, 2], [1, 5], [1, 5]]
-    network.largest = 0.5
-    assert outputs(0, 0) == [0.5, 0.5]
