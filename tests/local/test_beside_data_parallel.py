@@ -12,8 +12,6 @@ import contextvars
 import copy
 import threading
 import warnings
-from collections import OrderedDict
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from local.containers import ClassifierOutput, Frozen
 from lockstep._base import devices as lockstep_devices
 from lockstep.errors import LayoutError
 from lockstep.local import parallel_apply, replicate, scatter, scatter_kwargs
@@ -166,33 +165,31 @@ def test_the_first_device_holds_all_outputs(reference, sim):
 # ------------------------------------------------------------------------- what replicas have and are
 
 
-BROKEN = {
+NORMS = ["weight_norm", "legacy weight_norm", "spectral_norm", "legacy spectral_norm"]
+THEIRS = {  # what PyTorch's DataParallel makes of it; None: it trains as alone, and regressions would show here
     "asks for its parameters": (StopIteration, None),
     "a list of layers, and a method": (RuntimeError, "same device"),
+    "ParameterList and ParameterDict": (None, None),
+    **dict.fromkeys(NORMS, (None, None)),
 }
 
 
-@pytest.mark.parametrize(("name", "error", "words"), [(name, *theirs) for name, theirs in BROKEN.items()])
-def test_modules_that_use_their_own_parameters(reference, name, error, words):
-    """#38493, #40457, #49828, #74426, huggingface/transformers#10215, espnet/espnet#2169, lucidrains/BS-RoFormer#25."""
-    network = on("sim:0", STRUCTURES[name])
-    theirs, ours = wrapped(network, reference)
-    with pytest.raises(error, match=words):
-        theirs(rows())
-    assert not list(reference.replicate(network, [0, 1])[1].parameters())
-    trains_as_alone(network, ours, rows())
-
-
-NORMS = ["weight_norm", "legacy weight_norm", "spectral_norm", "legacy spectral_norm"]
-
-
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-@pytest.mark.parametrize("name", ["ParameterList and ParameterDict", *NORMS])
-def test_parameter_lists_and_norms(reference, name):
-    """#36035, #42327, #40589 (fixed there), #2720, #7568, #11476 (works there): regressions would show here."""
-    network = on("sim:0", STRUCTURES[name])
-    for parallel in wrapped(network, reference):
-        trains_as_alone(network, parallel, rows())
+@pytest.mark.parametrize("name", THEIRS)
+def test_modules_that_use_their_own_parameters(reference, name):
+    """#38493, #40457, #49828, #74426, huggingface/transformers#10215, espnet/espnet#2169, lucidrains/BS-RoFormer#25.
+
+    Norms and lists: #36035, #42327, #40589 (fixed there), #2720, #7568, #11476 (works there).
+    """
+    network, (error, words) = on("sim:0", STRUCTURES[name]), THEIRS[name]
+    theirs, ours = wrapped(network, reference)
+    if error is None:
+        trains_as_alone(network, theirs, rows())
+    else:
+        with pytest.raises(error, match=words):
+            theirs(rows())
+        assert not list(reference.replicate(network, [0, 1])[1].parameters())
+    trains_as_alone(network, ours, rows())
 
 
 def test_rnn_weights_of_a_replica_are_others_at_every_step(reference):
@@ -269,25 +266,6 @@ def test_deepcopy_in_forward(reference):
 # --------------------------------------------------------------------------------- inputs and outputs
 
 
-@dataclass
-class Output:
-    logits: torch.Tensor
-    loss: torch.Tensor | None = None
-
-
-@dataclass
-class ModelOutput(OrderedDict):
-    """As huggingface/transformers has them: a dataclass and a dict."""
-
-    logits: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
-
-    def __post_init__(self):
-        for name in ("logits", "hidden"):
-            if getattr(self, name) is not None:
-                self[name] = getattr(self, name)
-
-
 def both(reference, make, **options):
     """The output of PyTorch's DataParallel, or its error; ours; and that of one device."""
     network, x = Applying(lambda m, x: make(m.linear(x))).to("sim:0"), rows()
@@ -301,16 +279,14 @@ def both(reference, make, **options):
 
 def test_dataclasses(reference):
     """#41327, huggingface/transformers#5941, #5685, Lightning-AI/pytorch-lightning#2507."""
-    theirs, ours, alone = both(reference, lambda y: Output(y))
+    theirs, ours, alone = both(reference, lambda y: Frozen(y))
     assert isinstance(theirs, TypeError)
-    assert type(ours) is Output
-    assert ours.loss is None
-    torch.testing.assert_close(ours.logits, alone.logits)
-    theirs, ours, alone = both(reference, lambda y: ModelOutput(logits=y, hidden=y * 2))
-    assert isinstance(theirs, Exception) or not torch.is_tensor(theirs.logits)
-    assert type(ours) is ModelOutput
-    torch.testing.assert_close(ours.hidden, alone.hidden)
-    torch.testing.assert_close(ours["logits"], alone.logits)
+    assert type(ours) is Frozen
+    torch.testing.assert_close(ours.x, alone.x)
+    theirs, ours, alone = both(reference, lambda y: ClassifierOutput(x=y, y=y * 2))
+    assert isinstance(theirs, Exception) or not torch.is_tensor(theirs.x)
+    assert type(ours) is ClassifierOutput
+    torch.testing.assert_close([ours.y, ours["x"]], [alone.y, alone.x])
 
 
 def test_other_outputs_than_tensors(reference):

@@ -24,6 +24,8 @@ from processes import output_of
 from programs.networks import Applying
 from programs.one_device import gradients, same, same_gradients
 
+CPU = torch.device("cpu")
+
 
 class Net(nn.Module):
     scale = 3
@@ -115,24 +117,21 @@ def test_phases_can_be_called_one_by_one(parallel, x):
 # ------------------------------------------------------------------------------------- attributes
 
 
-def test_attributes_on_accelerators(sim):
-    net = Net().to("sim:1")
-    parallel = DataParallel(net, ["sim:1", 0, torch.device("sim:1")], "sim:2", 1)
+ATTRIBUTES = {
+    "as they are": (("sim:1", ["sim:1", 0, torch.device("sim:1")], "sim:2", 1), ([1, 0, 1], 2, 1, "sim:1")),
+    "none": (("cpu",), (list(range(8)), 0, 0, "sim:0")),
+    "the CPU": (("cpu", ["cpu", "cpu"]), ([CPU] * 2, CPU, 0, "cpu")),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), ATTRIBUTES.values(), ids=ATTRIBUTES)
+def test_attributes(sim, given, expected):
+    place, *arguments = given
+    net = Net().to(place)
+    parallel = DataParallel(net, *arguments)
     assert parallel.module is net
-    assert parallel.device_ids == [1, 0, 1]
-    assert parallel.output_device == 2
-    assert parallel.dim == 1
-    assert parallel.src_device_obj == torch.device("sim:1")
-    parallel = DataParallel(Net())
-    assert parallel.device_ids == list(range(8))
-    assert parallel.output_device == 0
-
-
-def test_attributes_on_the_cpu():
-    parallel = DataParallel(Net(), ["cpu", "cpu"])
-    assert parallel.device_ids == [torch.device("cpu")] * 2
-    assert parallel.output_device == parallel.src_device_obj == torch.device("cpu")
-    assert (parallel.dim, parallel.split, parallel.gather_outputs) == (0, None, True)
+    assert (parallel.device_ids, parallel.output_device, parallel.dim, str(parallel.src_device_obj)) == expected
+    assert (parallel.split, parallel.gather_outputs) == (None, True)
 
 
 def test_attributes_of_the_module_are_reached(parallel):

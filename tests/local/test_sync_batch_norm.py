@@ -49,15 +49,6 @@ def test_as_on_one_device(devices, first, how, momentum, affine):
     same([parallel.eval()(x.to(first))], [plain.eval()(x)], 1e-12, 1e-12)
 
 
-def test_plain_batch_norm_sees_only_a_replicas_rows():
-    """What this module is for: without it, statistics are those of a part of the batch."""
-    norm, converted = pair(nn.BatchNorm1d(2))
-    x = torch.randn(6, 2, dtype=torch.float64)
-    apart = DataParallel(copy.deepcopy(norm), ["cpu", "cpu"])(x)
-    assert not torch.allclose(apart, norm(x))
-    same([DataParallel(converted, ["cpu", "cpu"])(x)], [norm(x)], 1e-12, 1e-12)
-
-
 def test_outside_of_data_parallel_it_is_batch_norm():
     norm, x = nn.BatchNorm1d(2), torch.randn(5, 2)
     converted = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm))

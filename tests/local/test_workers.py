@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import textwrap
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -104,31 +106,23 @@ def test_replicas_that_meet_have_threads_and_still_take_turns():
         assert found[0][0] == ident()
 
 
-def test_the_same_threads_in_every_call():
-    before = run_met(ident, 3)
-    threads = set(threading.enumerate())
-    for _ in range(20):
-        assert run_met(ident, 3) == before  # replica i on the same thread
-        assert run_met(ident, 2) == before[:2]
-    assert set(threading.enumerate()) == threads
-    assert all(t.daemon for t in threads if t.name.startswith("lockstep-worker"))  # and the process can end
-
-
-def test_no_thread_is_started_in_the_steady_state(monkeypatch):
-    run_met(ident, 4)
+def test_the_same_threads_in_every_call_and_none_is_started_then(monkeypatch):
+    before, threads = run_met(ident, 4), set(threading.enumerate())
 
     def refuse(self):
         raise AssertionError("a thread was started")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    for count in (2, 3, 4):
-        run_met(ident, count)
+    for count in (2, 3, 4) * 5:
+        assert run_met(ident, count) == before[:count]  # replica i on the same thread
     with pytest.raises(ValueError, match="as usual"):
         run_met(partial(int, "as usual"))
-    run_met(ident, 4)
+    assert run_met(ident, 4) == before
     with pytest.raises(AssertionError, match="a thread was started"):
         run_met(ident, 64)
-    run_met(ident, 4)
+    assert run_met(ident, 4) == before
+    assert set(threading.enumerate()) == threads
+    assert all(t.daemon for t in threads if t.name.startswith("lockstep-worker"))  # and the process can end
 
 
 def test_nested_calls():
@@ -217,9 +211,6 @@ def test_a_worker_that_is_left_behind_ends_without_an_error(monkeypatch):
 
 @pytest.mark.parametrize("call", [torch.neg, Met(torch.neg)], ids=["turns", "met"])
 def test_a_call_keeps_nothing_alive(call):
-    import gc
-    import weakref
-
     class Function:
         def __call__(self, x):
             return call(x)
@@ -376,17 +367,13 @@ def test_autocast_of_several_device_types(sim):
 
 def test_the_autocast_dtype_of_a_forward_that_turns_it_on(run_either):
     """The dtype that the caller has chosen, although autocast is off around the call."""
-    before = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.float16)
-    try:
 
-        def forward():
-            with torch.autocast("cpu"):
-                return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    def forward():
+        with torch.autocast("cpu"):
+            return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
 
+    with put(partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu"), torch.float16):
         assert run_either(forward) == [forward()] * 2 == [torch.float16] * 2
-    finally:
-        torch.set_autocast_dtype("cpu", before)
 
 
 def test_what_a_forward_leaves_on_in_a_worker_is_off_in_the_next_call():
@@ -449,11 +436,8 @@ def test_default_device_is_that_of_the_replica(sim):
 
     with torch.device("sim:0"):
         assert run(made, 2, [0, 1]) == [(torch.device("sim", i),) * 2 for i in (0, 1)]
-    torch.set_default_device("sim:0")
-    try:
+    with put(lambda: None, torch.set_default_device, "sim:0"):
         assert run(made, 2, [1, 2]) == [(torch.device("sim", i),) * 2 for i in (1, 2)]
-    finally:
-        torch.set_default_device(None)
     assert run(made, 2, [0, 1]) == [(torch.device("cpu"),) * 2] * 2
 
 
@@ -465,12 +449,10 @@ def test_saved_tensor_hooks(devices, met):
         packed.append(t.shape)
         return t.cpu() * 2
 
-    def unpack(t):
-        return t.clone()
-
-    square = (lambda t: (t.cpu() ** 2).sum()) if not met else Met(lambda t: (t.cpu() ** 2).sum())
+    square = lambda t: (t.cpu() ** 2).sum()  # noqa: E731
+    square = Met(square) if met else square
     x = [torch.ones(3, device=d, requires_grad=True) for d in devices(2)]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: unpack(t)):
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.clone):
         outputs = parallel_apply([square] * 2, x)
     assert packed == [(3,), (3,)]
     sum(outputs).backward()
@@ -490,19 +472,14 @@ def test_the_context_of_nested_calls(run_either):
 
 @pytest.mark.parametrize("devices", [["cpu"] * 3, [0, 1, 2]], ids=["cpu", "sim"])
 def test_each_replica_has_all_intra_op_threads(sim, run_either, devices):
-    before = torch.get_num_threads()
-
     def of_a_new_thread():
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(torch.get_num_threads).result()
 
-    try:
-        for total in (1, 4, 2):
-            torch.set_num_threads(total)
+    for total in (1, 4, 2):
+        with put(torch.get_num_threads, torch.set_num_threads, total):
             assert run_either(torch.get_num_threads, 3, devices) == [total] * 3
             assert (torch.get_num_threads(), of_a_new_thread()) == (total, total)
-    finally:
-        torch.set_num_threads(before)
 
 
 # -------------------------------------------------------------------------------------------- errors
