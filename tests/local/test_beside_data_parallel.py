@@ -532,35 +532,3 @@ def test_compiled_modules(compiler, backend, order):
             torch.testing.assert_close(got, want)
     with torch.no_grad():
         torch.testing.assert_close(parallel(x), plain(x))
-
-
-# ----------------------------------------------------------------------------------------- the function
-
-
-def test_data_parallel_as_a_function_clones_at_every_call(sim, monkeypatch):
-    """#40581, #18837, #19540, #19125, pytorch/vision#3052, jolibrain/deepdetect#1045, of the C++ data_parallel.
-
-    It cannot run here: it is compiled for CUDA. (It clones the module, adds up gradients parameter by parameter, and
-    takes and gives one tensor.) Ours clones once, adds up a few flat tensors, and takes and gives what it likes.
-    """
-    network = on("sim:0", nn.Sequential, *(nn.Linear(4, 4) for _ in range(10))).to("sim:0")
-    x = torch.randn(4, 4, device="sim:0")
-    started = Started(monkeypatch)
-    for step in range(3):
-        output = lockstep.local.data_parallel(network, x, [0, 1])
-        sim.reset_copies()
-        output.sum().backward()
-        gradients = sim.copies()["sim:1", "sim:0"]
-        if step == 0:
-            started.threads = started.replicas = 0
-    assert (started.threads, started.replicas) == (0, 0)
-    assert gradients.calls <= 2  # 20 parameters: one flat tensor, beside the rows that go to the input
-    torch.testing.assert_close(output, network(x))
-
-    class Several(nn.Linear):
-        def forward(self, x, *, scale):
-            return {"y": super().forward(x) * scale}
-
-    several = on("sim:0", Several, 4, 2)
-    found = lockstep.local.data_parallel(several, (x,), [0, 1], module_kwargs={"scale": 2})
-    torch.testing.assert_close(found["y"], several(x, scale=2)["y"])
