@@ -94,6 +94,18 @@ def assert_same(one, other):
         assert one == other
 
 
+def assert_independent(made, given):
+    """Writing to one of the tensors that were made counts for that one alone, and changes no other."""
+    for tensor in made:
+        if 0 in tensor.stride():  # some of its elements lie in one place
+            continue
+        others = [(t, t._version, t.clone()) for t in (*made, *given) if t is not tensor]
+        version = tensor._version
+        tensor.zero_()
+        assert tensor._version == version + 1
+        assert all(t._version == v and torch.equal(t, old) for t, v, old in others)
+
+
 @examples
 @given(nested(st.one_of(plain_leaves, tensors())))
 def test_a_tree_builds_what_it_took_apart(value):
@@ -202,6 +214,13 @@ def test_broadcast_coalesced_is_broadcast_of_each(kind):
         for tensor, column in zip(some, columns, strict=True):
             assert type(column) is tuple
             assert [copy is tensor for copy in column] == [place == places[0] for place in places[::-1]]
+            sizes = tensor.shape[::-1]
+            out = [torch.empty(sizes, dtype=tensor.dtype, device=p).permute([*range(len(sizes))][::-1]) for p in places]
+            filled = comm.broadcast(tensor, out=[*out, tensor])
+            assert type(filled) is tuple
+            assert all(one is other for one, other in zip(filled, [*out, tensor], strict=True))
+            assert_same(list(filled), [tensor] * len(filled))
+        assert_independent([copy for row in rows for copy in row if copy.device != places[0]], some)
 
     check()
 
@@ -234,6 +253,7 @@ def test_reduce_add_coalesced_is_the_sum_of_each_in_order(kind):
             assert_same(total, plain)
             assert_same(comm.reduce_add(column, target), plain)
         assert all(torch.equal(t, old) and t._version == version for t, old, version in before)
+        assert_independent(found, [t for row in rows for t in row])
 
     check()
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from local.test_functions import leaf, linked
 from lockstep.local import Broadcast, ReplicaSet, comm
+from lockstep.local.functions import link
 from programs.networks import mlp
 from programs.one_device import loss_of, on
 
@@ -84,6 +85,11 @@ COPIES = {  # what is made once, what is done with it twice, and the copies of t
         )
         for count in (1, 3)
     },
+    "linking": (
+        lambda: (weights(), [t.detach().to(SIM[1]) for t in weights()]),
+        lambda made: link(made[1], list(range(10)), made[0]),
+        {},
+    ),
     "parameters of replicas": (replicas_of(layers, 0, 1), ReplicaSet.refresh, {THERE: 1}),
     "and of two on one device": (replicas_of(mlp, 0, 1, 1), ReplicaSet.refresh, {THERE: 1}),
     "parameters, and their gradients": (

@@ -266,7 +266,7 @@ def timed(parallel, x):
 
 
 def test_replicas_are_built_once(parallel, x, monkeypatch):
-    """By the function, too: #40581, #18837, #19540, #19125, pytorch/vision#3052, jolibrain/deepdetect#1045 of PyTorch."""
+    """By the function, too: #40581, #18837, #19540, #19125, pytorch/vision#3052, jolibrain/deepdetect#1045."""
     sets = []
     init = ReplicaSet.__init__
 

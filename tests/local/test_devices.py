@@ -83,42 +83,39 @@ def test_each_device_has_one_side_stream_and_the_cpu_none(sim):
     assert (side_stream(one).device, side_stream(other).device) == (one, other)
 
 
-def warnings_for(devices):
+def processors(**counts):
+    return {int(name[1:]): {"multi_processor_count": count} for name, count in counts.items()}
+
+
+MEMORY, PROCESSORS = 16 << 30, 64  # of each simulated device
+BALANCE = {  # what some devices have instead, which devices are looked at, and the warning; None: there is none
+    "half of the memory": (
+        {2: {"total_memory": MEMORY // 2}},
+        SIM[:3],
+        f"imbalance between your devices: sim:2 has {MEMORY // 2} and sim:0 has {MEMORY} (memory)",
+    ),
+    "half of the processors": (processors(_2=32), SIM[:3], "devices: sim:2 has 32 and sim:0 has 64 (processors)"),
+    "less of both, on two": ({i: {"total_memory": 1 << 30, "multi_processor_count": i} for i in (1, 2)}, SIM[:3], ""),
+    "a quarter less": (processors(_1=48), SIM[:2], None),
+    "over a quarter less": (processors(_1=47), SIM[:2], "sim:1 has 47"),
+    "a third more": (processors(_1=85), SIM[:2], None),
+    "over a third more": (processors(_1=86), SIM[:2], "sim:1 has 86"),
+    "equal ones": ({}, SIM[:2], None),
+    "nothing known": (processors(_1=0), [CPU, CPU, *SIM[:3]], None),
+    "one device twice": (processors(_3=1), [SIM[3]] * 2, None),
+}
+
+
+@pytest.mark.parametrize("name", BALANCE)
+def test_devices_that_differ_by_over_a_quarter_are_named_once(sim, name):
+    properties, devices, words = BALANCE[name]
+    for index, values in properties.items():
+        sim.set_properties(index, **values)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_if_unbalanced(devices)
-    return [str(w.message) for w in caught]
-
-
-@pytest.mark.parametrize(
-    ("attribute", "noun", "usual"),
-    [("total_memory", "memory", 16 << 30), ("multi_processor_count", "processors", 64)],
-)
-def test_devices_that_differ_by_over_a_quarter_are_named(sim, attribute, noun, usual):
-    less = usual // 2
-    sim.set_properties(2, **{attribute: less})
-    (message,) = warnings_for(sim.devices(3))
-    assert f"imbalance between your devices: sim:2 has {less} and sim:0 has {usual} ({noun})" in message
-    assert "split=" in message
-
-
-def test_there_is_one_warning_for_all_that_differs(sim):
-    sim.set_properties(1, total_memory=1 << 30, multi_processor_count=1)
-    sim.set_properties(2, total_memory=2 << 30, multi_processor_count=2)
-    assert len(warnings_for(sim.devices(3))) == 1
-
-
-@pytest.mark.parametrize(("processors", "warned"), [(48, False), (47, True), (64, False), (85, False), (86, True)])
-def test_a_quarter_is_the_limit(sim, processors, warned):
-    sim.set_properties(1, multi_processor_count=processors)
-    assert bool(warnings_for(sim.devices(2))) == warned
-
-
-def test_devices_of_which_nothing_is_known_and_equal_ones_give_no_warning(sim):
-    sim.set_properties(1, multi_processor_count=0)
-    assert warnings_for([CPU, CPU, *sim.devices(3)]) == []
-    sim.set_properties(3, multi_processor_count=1)
-    assert warnings_for([torch.device("sim:3")] * 2) == []
+    assert len(caught) == (words is not None)
+    assert all(words in str(w.message) and "split=" in str(w.message) for w in caught)
 
 
 # ---------------------------------------------------------------------------- broken connections

@@ -192,15 +192,6 @@ def test_another_dimension_can_be_split(devices, dim):
 # ----------------------------------------------------------------------------------------- gather
 
 
-def test_tensors_without_dimensions_become_a_vector_without_a_warning(devices):
-    d = devices(3)
-    losses = [torch.tensor(float(i), device=x, requires_grad=True) for i, x in enumerate(d)]
-    result = gather([{"loss": loss} for loss in losses], d[0])["loss"]
-    assert result.detach().cpu().tolist() == [0, 1, 2]
-    result.sum().backward()
-    assert [loss.grad.shape for loss in losses] == [()] * 3
-
-
 array = np.arange(3)
 NAN = float("nan")
 
