@@ -61,6 +61,11 @@ def test_a_parameter_on_another_device(sim):
             call()
     net[1].bias = nn.Parameter(torch.zeros(2, device="sim:0"))
     torch.testing.assert_close(parallel(x), net(x))
+    parallel.cpu()
+    with refused(DeviceError, "device sim:0 (device_ids[0])", "parameter 0.weight"):
+        parallel(x)
+    parallel.to("sim:0", torch.float64)
+    torch.testing.assert_close(parallel(x.double()), net(x.double()))
 
 
 @pytest.mark.parametrize("built", [False, True])

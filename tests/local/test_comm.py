@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from lockstep.local import Gather, ReduceAdd, comm, gather
+from lockstep.local import Broadcast, Gather, ReduceAdd, comm, gather
 
 CPU = torch.device("cpu")
 
@@ -36,6 +36,7 @@ def test_a_device_may_be_an_index_a_string_or_a_device(sim):
 def test_coalesced_calls_without_tensors_give_none():
     assert comm.broadcast_coalesced([], ["cpu", "cpu"]) == [[], []]
     assert comm.reduce_add_coalesced([[], []], "cpu") == ()
+    assert Broadcast.apply(["cpu", "cpu"]) == ()
 
 
 # ------------------------------------------------------------------------------------- reduce_add

@@ -169,6 +169,17 @@ def test_what_needs_no_gradient_is_broadcast_without_one(devices):
         assert not any(c.requires_grad for c in Broadcast.apply(d, wanted))
 
 
+def test_integers_are_scattered_and_summed_without_a_gradient(devices):
+    d = devices(2)
+    chunks = Scatter.apply(d, None, 0, torch.arange(3).to(d[0]))
+    assert [c.tolist() for c in chunks] == [[0, 1], [2]]
+    total, count = ReduceAddCoalesced.apply(
+        d[0], 2, *(t for i, c in enumerate(d, 3) for t in (leaf(2, on=c), torch.tensor(i).to(c)))
+    )
+    assert [c.requires_grad for c in (*chunks, total, count)] == [False, False, True, False]
+    assert count == 7
+
+
 def test_every_copy_has_a_gradient_of_its_own_where_a_device_stands_twice_in_the_list(devices):
     d0, d1 = devices(2)
     copies = Broadcast.apply([d0, d1, d0], leaf(2, on=d0))

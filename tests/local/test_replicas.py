@@ -107,7 +107,6 @@ USES = {
     "twice": refreshed(2),
     "in parts": in_parts,
     "after freezing": after(lambda network, replicas: network[0].requires_grad_(False)),
-    "after freezing all": after(lambda network, replicas: network[:2].requires_grad_(False)),
     "after freezing and back": after(thaw),
     "after inference": after(evaluate_in_inference_mode),
     "after a move": after(lambda network, replicas: network.to(replicas.devices[-1]), None),
@@ -128,6 +127,14 @@ def test_gradients_of_all_replicas_sum_into_the_network(devices, first, use, cou
     expected = reference(network, chunks)
     assert {p.grad.device for p in network.parameters() if p.grad is not None} == {device_of(network)}
     same(found, {name: g if g is None or use != "twice" else 2 * g for name, g in expected.items()})
+
+
+def test_a_network_that_is_frozen_as_a_whole(devices, first):
+    network = on(first, mlp).requires_grad_(False)
+    x = torch.ones(1, 3, requires_grad=True)
+    loss_of(replicate(network, devices(2)), [x, x]).backward()
+    assert x.grad.abs().sum() > 0
+    assert all(p.grad is None for p in network.parameters())
 
 
 # ------------------------------------------------------------------------------- what a replica is
