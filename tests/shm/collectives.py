@@ -1,0 +1,200 @@
+"""What the tests of `shm` share: tensors in either kind of memory, collectives and what they give, errors."""
+
+from __future__ import annotations
+
+import functools
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from lockstep.distributed import ProcessGroupShm, ShmOptions
+from lockstep.shm import one_host
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+FUNCTIONS = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+HALF = (torch.float16, torch.bfloat16)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float64, *HALF)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128)
+WHERE = ("private", "shared", "mixed")
+
+ONE_EXCHANGE = one_host.ONE_EXCHANGE_BYTES // 4  # elements of float32
+CHUNK = one_host.CHUNK_BYTES // 4
+BIG = 100_000  # elements of float32 that do not go at once
+
+
+# ------------------------------------------------------------------------------------------- values
+
+
+def can_reduce(dtype, op):
+    if op.startswith("B"):
+        return not (dtype.is_floating_point or dtype.is_complex)
+    return (dtype, op) != (torch.bool, "AVG") and not (dtype.is_complex and op in ("MIN", "MAX"))
+
+
+def combined(values, op="SUM"):
+    """Return what becomes of the ranks' tensors, in rank order; half precision of more than two is rounded at the
+    end."""
+    dtype = values[0].dtype
+    if op == "AVG" and dtype in INTEGERS:
+        return torch.stack(values).long().sum(0).div_(len(values), rounding_mode="trunc").to(dtype)
+    wide = dtype in HALF and len(values) > 2 and op in ("SUM", "AVG", "PRODUCT")
+    first, *others = [value.float() for value in values] if wide else values
+    result = functools.reduce(FUNCTIONS[op], others, first.clone())
+    return (result.div_(len(values)) if op == "AVG" else result).to(dtype)
+
+
+def drawn(rank, numel, dtype=torch.float32, seed=0):
+    """A rank's values; any rank can have those of another. Sums of whole numbers may be larger than the dtype holds."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(numel, generator=generator, dtype=wide).to(dtype)
+    low, high = {torch.bool: (0, 2), torch.uint8: (0, 256)}.get(dtype, (-128, 128))
+    return torch.randint(low, high, (numel,), generator=generator).to(dtype)
+
+
+def exact(rank, numel, dtype=torch.float32, seed=0):
+    """Small numbers: whatever the order, their sum and product are exact in every dtype, and no zero has a sign."""
+    generator = torch.Generator().manual_seed(1000 * seed + 100 * numel + rank)
+    x = torch.randint(1 if dtype.is_complex else 0, 4, (numel,), generator=generator).to(dtype)
+    return x * (1 + 1j) if dtype.is_complex else x
+
+
+def same(got, wanted):
+    """Asserts that two tensors are the same, bit for bit."""
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    bits = [tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for tensor in (got, wanted)]
+    assert torch.equal(*bits), f"{got} instead of {wanted}"
+
+
+class Placed:
+    """A copy of a tensor in private memory, or in the group's: then between a few elements of which none may change."""
+
+    def __init__(self, rank, values, where):
+        self.margin = 0
+        if where == "private" or (where == "mixed" and rank.rank % 2):
+            self.tensor = self.whole = values.clone()
+            return
+        self.margin = 1 + rank.rank
+        self.whole = rank.group.allocate(values.numel() + 2 * self.margin, values.dtype).fill_(1)
+        self.tensor = self.whole[self.margin : self.margin + values.numel()].copy_(values)
+
+    def check(self, wanted):
+        same(self.tensor, wanted)
+        if self.margin:
+            assert self.whole[: self.margin].eq(1).all()
+            assert self.whole[self.margin + wanted.numel() :].eq(1).all()
+
+
+# -------------------------------------------------------------------------------------- collectives
+
+
+def options(kind, op=None, **others):
+    made = kind()
+    if op is not None:
+        made.reduceOp = getattr(ReduceOp, op)
+    for name, value in others.items():
+        setattr(made, name, value)
+    return made
+
+
+def all_reduced(rank, x, op="SUM"):
+    rank.group.allreduce([x], options(dist.AllreduceOptions, op)).wait()  # dist.all_reduce moves complex ones as pairs
+    return x
+
+
+def every_collective(rank, numel, dtype=torch.float32, op="SUM", where="private", root=0, drawn=exact):
+    """Runs each native collective once and checks what it gives."""
+    world, group, own = rank.world, rank.group, rank.rank
+    given = [drawn(each, numel, dtype) for each in range(world)]
+    wanted = combined(given, op)
+    reduce_op = getattr(ReduceOp, op)
+
+    x = Placed(rank, given[own], where)
+    all_reduced(rank, x.tensor, op)
+    x.check(wanted)
+
+    x = Placed(rank, given[own], where)
+    group.reduce([x.tensor], options(dist.ReduceOptions, op, rootRank=root)).wait()
+    x.check(wanted if own == root else given[own])
+
+    x = Placed(rank, given[own], where)
+    dist.broadcast(x.tensor, group=group, group_src=root)
+    x.check(given[root])
+
+    x = Placed(rank, given[own], where)
+    outputs = [Placed(rank, each.new_zeros(numel), where) for each in given]
+    group.allgather([[output.tensor for output in outputs]], [x.tensor]).wait()
+    x.check(given[own])
+    for output, each in zip(outputs, given, strict=True):
+        output.check(each)
+
+    whole = Placed(rank, given[0].new_zeros(world * numel), where)
+    all_gather_single(whole.tensor, x.tensor, group=group)
+    whole.check(torch.cat(given))
+
+    # Every rank has for rank r what it had above, turned by r places.
+    parts = [Placed(rank, given[(own + to) % world], where) for to in range(world)]
+    wanted = combined([given[(source + own) % world] for source in range(world)], op)
+    output = Placed(rank, given[0].new_zeros(numel), where)
+    dist.reduce_scatter(output.tensor, [part.tensor for part in parts], reduce_op, group=group)
+    output.check(wanted)
+
+    whole = Placed(rank, torch.cat([part.tensor for part in parts]), where)
+    output = Placed(rank, given[0].new_zeros(numel), where)
+    reduce_scatter_single(output.tensor, whole.tensor, reduce_op, group=group)
+    output.check(wanted)
+    for to, part in enumerate(parts):
+        part.check(given[(own + to) % world])
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def error_of(call):
+    """Return what a call raises, as type and text, and the seconds that took."""
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - begin
+    return None, "", time.monotonic() - begin
+
+
+def still_works(rank):
+    x = torch.full((BIG,), rank.rank + 1.0)
+    dist.all_reduce(x, group=rank.group)
+    return x.unique().tolist() == [rank.world * (rank.world + 1) / 2]
+
+
+def group_of(store, rank, world=2, timeout=10.0, host="a", **others):
+    return ProcessGroupShm(store, rank, world, timedelta(seconds=timeout), ShmOptions(host=host), **others)
+
+
+def on_hosts(rank, hosts, store, between=None):
+    """The default group anew, over several hosts."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "shm",
+        store=dist.FileStore(store, rank.world),
+        rank=rank.rank,
+        world_size=rank.world,
+        timeout=timedelta(seconds=60),
+        pg_options=ShmOptions(host=hosts[rank.rank], between=between),
+    )
+    return dist.group.WORLD
