@@ -109,6 +109,7 @@ QUICK = {
     "small chunks of float64 on 4": small_chunks(4, torch.float64),
     "aabb": two_levels("aabb", ops=(*ORDERED, "AVG")),  # a mean of four is exact, too
     **{hosts: two_levels(hosts) for hosts in ("abab", "abc")},
+    **{hosts: two_levels(hosts, [torch.float32]) for hosts in ("abba", "abcd", "abbb")},
     **sizes_on_two_levels("aab"),
 }
 AROUND = {
@@ -497,6 +498,9 @@ def test_any_layout_is_written_where_it_lies(layout, numel):
         y = fresh()
         group.broadcast([y], options(dist.BroadcastOptions, rootRank=2)).wait()
         same(y, plain[2])
+        r = fresh()
+        group.reduce([r], options(dist.ReduceOptions, rootRank=1)).wait()
+        same(r, combined(plain) if own == 1 else plain[own])
         outputs = [fresh() for _ in range(3)]
         group.allgather([outputs], [fresh()]).wait()
         for output, wanted in zip(outputs, plain, strict=True):
@@ -655,47 +659,6 @@ def test_a_work_can_be_asked_and_waited_for_again_and_again(rank):
     assert work.get_future().wait()[0] is x
     work.synchronize()
     assert x.tolist() == [2.0] * 5
-
-
-@on_ranks(2, hosts="aa")
-def test_a_work_that_nobody_waits_for_is_done_in_the_background(rank):
-    x, done = torch.ones(5), threading.Event()
-    work = dist.all_reduce(x, group=rank.group, async_op=True)
-    work.get_future().then(lambda _: done.set())
-    assert done.wait(10)
-    assert work.is_completed()
-    assert x.tolist() == [2.0] * 5
-
-
-def test_waiting_can_be_given_up_and_the_collective_goes_on():
-    late = threading.Event()
-
-    def call(rank):
-        x = torch.ones(5)
-        if rank.rank == 1:
-            assert late.wait(10)
-        work = dist.all_reduce(x, group=rank.group, async_op=True)
-        if rank.rank == 0:
-            with pytest.raises(CommunicationError, match=r"not over after 0\.05 s; it goes on"):
-                work.wait(timedelta(seconds=0.05))
-            assert not work.is_completed()
-            late.set()
-        assert work.wait()
-        assert x.tolist() == [2.0] * 5
-
-    run_ranks(2, call, hosts="aa")
-
-
-@on_ranks(2, hosts="aa")
-def test_an_error_is_raised_at_each_wait_and_by_the_future(rank):
-    work = dist.all_reduce(torch.ones(5, dtype=torch.bool), ReduceOp.AVG, group=rank.group, async_op=True)
-    future = work.get_future()
-    for wait, kind in ((work.wait, OptionError), (work.wait, OptionError), (future.wait, RuntimeError)):
-        with pytest.raises(kind, match=r"cannot reduce torch\.bool with AVG"):
-            wait()
-    assert work.is_completed()
-    assert not work.is_success()
-    assert isinstance(work.exception(), OptionError)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -1008,6 +971,7 @@ WRONG = {
     "too few outputs": (lambda g, x: g.allgather([[x]], [x]), LayoutError, "2 tensors, one for each rank, got 1"),
     "too many outputs": (lambda g, x: g.allgather([[x] * 3], [x]), LayoutError, "2 tensors, one for each rank, got 3"),
     "too few inputs": (lambda g, x: g.reduce_scatter([x], [[x]]), LayoutError, "expected 2 tensors.*got 1"),
+    "too short lists of outputs": (lambda g, x: g.allgather_coalesced([[x], [x]], [x, x]), LayoutError, "coalesced"),
     "size of an output": (lambda g, x: g.allgather([[x, x[1:]]], [x]), LayoutError, "4 elements, got 3 in tensor 1"),
     "size of an input": (
         lambda g, x: g.reduce_scatter([x], [[x, x[1:]]]),

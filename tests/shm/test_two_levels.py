@@ -35,6 +35,7 @@ from shm.collectives import (
     exact,
     on_hosts,
     options,
+    over_hosts,
     same,
     still_works,
 )
@@ -43,11 +44,6 @@ from threaded import run_ranks
 
 def total(rank, numel, dtype=torch.float32):
     return sum(exact(each, numel, dtype) for each in range(rank.world))
-
-
-def over_hosts(group):
-    """Return True if the ranks of a group found themselves on several hosts."""
-    return group._runtime.inter_host is not None
 
 
 # ------------------------------------------------------------------------------------------- values
