@@ -120,49 +120,82 @@ def all_reduced(rank, x, op="SUM"):
     return x
 
 
+class Run:
+    """What one rank gives to a collective and gets: the methods begin one, and return its work and what is to be where.
+
+    Every rank has for rank r, in what is scattered, what it gives to others, turned by r places.
+    """
+
+    def __init__(self, rank, given, op, where, root):
+        self.rank, self.given, self.op, self.where, self.root = rank, given, op, where, root
+        self.group, self.own, self.rest = rank.group, rank.rank, {"group": rank.group, "async_op": True}
+
+    def put(self, values):
+        return Placed(self.rank, values, self.where)
+
+    def room(self, count=1):
+        return self.put(self.given[0].new_zeros(count * self.given[0].numel()))
+
+    def turned(self, by):
+        return [self.given[(by + to) % len(self.given)] for to in range(len(self.given))]
+
+    def all_reduce(self):
+        x = self.put(self.given[self.own])
+        work = self.group.allreduce([x.tensor], options(dist.AllreduceOptions, self.op))
+        return work, [(x, combined(self.given, self.op))]
+
+    def reduce(self):
+        x = self.put(self.given[self.own])
+        work = self.group.reduce([x.tensor], options(dist.ReduceOptions, self.op, rootRank=self.root))
+        return work, [(x, combined(self.given, self.op) if self.own == self.root else self.given[self.own])]
+
+    def broadcast(self):
+        x = self.put(self.given[self.own])
+        return dist.broadcast(x.tensor, group_src=self.root, **self.rest), [(x, self.given[self.root])]
+
+    def all_gather(self):
+        x, outputs = self.put(self.given[self.own]), [self.room() for _ in self.given]
+        work = self.group.allgather([[output.tensor for output in outputs]], [x.tensor])
+        return work, [(x, self.given[self.own]), *zip(outputs, self.given, strict=True)]
+
+    def all_gather_single(self):
+        x, whole = self.put(self.given[self.own]), self.room(len(self.given))
+        work = all_gather_single(whole.tensor, x.tensor, **self.rest)
+        return work, [(x, self.given[self.own]), (whole, torch.cat(self.given))]
+
+    def reduce_scatter(self):
+        parts, output = [self.put(part) for part in self.turned(self.own)], self.room()
+        op = getattr(ReduceOp, self.op)
+        work = dist.reduce_scatter(output.tensor, [part.tensor for part in parts], op, **self.rest)
+        return work, [(output, self.scattered()), *zip(parts, self.turned(self.own), strict=True)]
+
+    def reduce_scatter_single(self):
+        whole, output = self.put(torch.cat(self.turned(self.own))), self.room()
+        work = reduce_scatter_single(output.tensor, whole.tensor, getattr(ReduceOp, self.op), **self.rest)
+        return work, [(output, self.scattered()), (whole, torch.cat(self.turned(self.own)))]
+
+    def scattered(self):
+        return combined([self.turned(source)[self.own] for source in range(len(self.given))], self.op)
+
+    def barrier(self):
+        return self.group.barrier(), []
+
+
+COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_single")
+COLLECTIVES += ("reduce_scatter", "reduce_scatter_single", "barrier")
+
+
+def finish(work, places):
+    work.wait()
+    for placed, wanted in places:
+        placed.check(wanted)
+
+
 def every_collective(rank, numel, dtype=torch.float32, op="SUM", where="private", root=0, drawn=exact):
     """Runs each native collective once and checks what it gives."""
-    world, group, own = rank.world, rank.group, rank.rank
-    given = [drawn(each, numel, dtype) for each in range(world)]
-    wanted = combined(given, op)
-    reduce_op = getattr(ReduceOp, op)
-
-    x = Placed(rank, given[own], where)
-    all_reduced(rank, x.tensor, op)
-    x.check(wanted)
-
-    x = Placed(rank, given[own], where)
-    group.reduce([x.tensor], options(dist.ReduceOptions, op, rootRank=root)).wait()
-    x.check(wanted if own == root else given[own])
-
-    x = Placed(rank, given[own], where)
-    dist.broadcast(x.tensor, group=group, group_src=root)
-    x.check(given[root])
-
-    x = Placed(rank, given[own], where)
-    outputs = [Placed(rank, each.new_zeros(numel), where) for each in given]
-    group.allgather([[output.tensor for output in outputs]], [x.tensor]).wait()
-    x.check(given[own])
-    for output, each in zip(outputs, given, strict=True):
-        output.check(each)
-
-    whole = Placed(rank, given[0].new_zeros(world * numel), where)
-    all_gather_single(whole.tensor, x.tensor, group=group)
-    whole.check(torch.cat(given))
-
-    # Every rank has for rank r what it had above, turned by r places.
-    parts = [Placed(rank, given[(own + to) % world], where) for to in range(world)]
-    wanted = combined([given[(source + own) % world] for source in range(world)], op)
-    output = Placed(rank, given[0].new_zeros(numel), where)
-    dist.reduce_scatter(output.tensor, [part.tensor for part in parts], reduce_op, group=group)
-    output.check(wanted)
-
-    whole = Placed(rank, torch.cat([part.tensor for part in parts]), where)
-    output = Placed(rank, given[0].new_zeros(numel), where)
-    reduce_scatter_single(output.tensor, whole.tensor, reduce_op, group=group)
-    output.check(wanted)
-    for to, part in enumerate(parts):
-        part.check(given[(own + to) % world])
+    run = Run(rank, [drawn(each, numel, dtype) for each in range(rank.world)], op, where, root)
+    for name in COLLECTIVES:
+        finish(*getattr(run, name)())
 
 
 # ------------------------------------------------------------------------------------------- errors

@@ -26,12 +26,14 @@ from lockstep.shm import one_host
 from programs.ranks import on_ranks
 from shm.collectives import (
     CHUNK,
+    COLLECTIVES,
     DTYPES,
     FLOATS,
     FUNCTIONS,
     ONE_EXCHANGE,
     WHERE,
     Placed,
+    Run,
     all_gather_single,
     can_reduce,
     combined,
@@ -39,6 +41,7 @@ from shm.collectives import (
     error_of,
     every_collective,
     exact,
+    finish,
     options,
     reduce_scatter_single,
     same,
@@ -412,7 +415,7 @@ def test_programs_at_random(data, monkeypatch):
     world = data.draw(st.integers(1, 5))
     hosts = data.draw(st.sampled_from(["a" * world, "a" * world, "abacb"[:world]]))
     step = st.tuples(
-        st.sampled_from(["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"]),
+        st.sampled_from(COLLECTIVES),
         st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.int16, torch.float64]),
         st.sampled_from(["SUM", "PRODUCT", "MIN", "MAX"]),
         st.integers(0, 300),
@@ -422,48 +425,16 @@ def test_programs_at_random(data, monkeypatch):
     )
     program = data.draw(st.lists(step, min_size=1, max_size=8))
 
-    def values(rank, numel, dtype, seed):  # small whole numbers: their sums and products have no rounding
-        return torch.randint(1, 3, (numel,), generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
-
     def call(rank):
         later = []
-        for number, (kind, dtype, op, numel, where, root, deferred) in enumerate(program):
-            given = [values(each, numel, dtype, number) for each in range(world)]
-            own = rank.rank
-            x = Placed(rank, given[own], where)
-            reduce_op = getattr(ReduceOp, op)
-            rest = {"group": rank.group, "async_op": True}
-            checks = [(x, given[own])]
-            if kind == "all_reduce":
-                work = dist.all_reduce(x.tensor, reduce_op, **rest)
-                checks = [(x, combined(given, op))]
-            elif kind == "reduce":
-                work = dist.reduce(x.tensor, group_dst=root, op=reduce_op, **rest)
-                checks = [(x, combined(given, op) if own == root else given[own])]
-            elif kind == "broadcast":
-                work = dist.broadcast(x.tensor, group_src=root, **rest)
-                checks = [(x, given[root])]
-            elif kind == "all_gather":
-                outputs = [Placed(rank, torch.zeros_like(x.tensor), where) for _ in given]
-                work = dist.all_gather([output.tensor for output in outputs], x.tensor, **rest)
-                checks += zip(outputs, given, strict=True)
-            elif kind == "reduce_scatter":
-                output = Placed(rank, torch.zeros_like(x.tensor), where)
-                work = dist.reduce_scatter(output.tensor, [x.tensor] * world, reduce_op, **rest)
-                checks.append((output, combined(given, op)))
-            else:
-                work = dist.barrier(**rest)
-            later.append((work, checks))
-            if not deferred:
-                finish(later)
-        finish(later)
-
-    def finish(later):
+        for number, (name, dtype, op, numel, where, root, deferred) in enumerate(program):
+            # Small whole numbers: their sums and products have no rounding.
+            given = [exact(each, numel, dtype, number) % 2 + 1 for each in range(world)]
+            later.append(getattr(Run(rank, given, op, where, root), name)())
+            while later and not deferred:
+                finish(*later.pop())
         while later:
-            work, checks = later.pop()
-            work.wait()
-            for placed, wanted in checks:
-                placed.check(wanted)
+            finish(*later.pop())
 
     run_ranks(world, call, hosts=hosts)
 
