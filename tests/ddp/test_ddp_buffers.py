@@ -9,7 +9,7 @@ from torch import nn
 import lockstep
 from ddp_reference import both_since_2_13, ddp_class, scalars
 from processes import on_processes, run_processes
-from small_modules import one_weight
+from small_modules import one_weight, x_of
 from threaded import run_ranks
 
 
@@ -31,7 +31,7 @@ def on_every_rank(rank, tensor):
 
 
 def step(ddp, rank):
-    ddp(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
+    ddp(x_of(rank)).sum().backward()
 
 
 @both_since_2_13
@@ -111,7 +111,7 @@ class Remembers(nn.Module):
 
 def two_forwards(rank, implementation):
     ddp = ddp_class(implementation)(Remembers(1.0))
-    x = torch.full((1, 1), rank.rank + 1.0)
+    x = x_of(rank)
     (ddp(x) + ddp(x)).sum().backward()
     return scalars(ddp)
 

@@ -12,16 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_reference import both, ddp_class, failure, gradients, scalars
 from processes import on_processes, run_processes
-from small_modules import one_weight
+from small_modules import one_weight, x_of
 from threaded import run_ranks
 
 
 def own(rank, tensor):
     return tensor.chunk(rank.world)[rank.rank]
-
-
-def rank_input(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
 
 
 # -------------------------------------------------------------------------------------------------- dtypes
@@ -38,8 +34,9 @@ class Bag(nn.Module):
         return self.embedding(rows).softmax(1)
 
 
-def sparse(rank, implementation):
-    results = []
+@both
+@on_processes(2)
+def test_sparse_gradients_stay_sparse(rank, implementation):
     for view in (False, True):
         local = rank.make(Bag)
         ddp = ddp_class(implementation)(copy.deepcopy(local), gradient_as_bucket_view=view)
@@ -53,15 +50,8 @@ def sparse(rank, implementation):
             F.cross_entropy(local(torch.tensor(rows)), target).backward()
             F.cross_entropy(ddp(own(rank, torch.tensor(rows))), own(rank, target)).backward()
             (wanted,), (got,) = gradients(local), gradients(ddp)
-            results.append((got.is_sparse, got.to_dense(), wanted.to_dense()))
-    return results
-
-
-@both
-def test_sparse_gradients_stay_sparse(implementation):
-    for is_sparse, got, wanted in itertools.chain(*run_processes(2, sparse, implementation)):
-        assert is_sparse
-        torch.testing.assert_close(got, wanted)
+            assert got.is_sparse
+            torch.testing.assert_close(got.to_dense(), wanted.to_dense())
 
 
 class Complex(nn.Module):
@@ -86,30 +76,22 @@ class TwoDtypes(nn.Module):
         return self.second(self.first(x).double())
 
 
-def dtypes(rank, implementation):
-    results = []
+@both
+@on_processes(2)
+def test_dtypes(rank, implementation):
+    make, local = ddp_class(implementation), Complex()
+    for number in range(2):
+        (local(torch.full((2, 3), number + 1j)) / 2).backward()
     for view in (False, True):
-        make = ddp_class(implementation)
         half = make(one_weight().half(), gradient_as_bucket_view=view, bucket_cap_mb=0.001)
         half(torch.tensor([[2.0**15]]).half()).sum().backward()
+        assert scalars(half) == [2.0**15]  # divided before it is summed, so that half precision does not overflow
         of_complex = make(Complex(), gradient_as_bucket_view=view)
         of_complex(torch.full((2, 3), rank.rank + 1j)).backward()
+        torch.testing.assert_close(gradients(of_complex), [local.weight.grad])
         mixed = make(TwoDtypes(), gradient_as_bucket_view=view)
-        mixed(rank_input(rank)).sum().backward()
-        kinds = [(p.grad.dtype == p.dtype, p.grad.item()) for p in mixed.parameters()]
-        results.append((scalars(half), gradients(of_complex), kinds))
-    return results
-
-
-@both
-def test_dtypes(implementation):
-    local = Complex()
-    for rank in range(2):
-        (local(torch.full((2, 3), rank + 1j)) / 2).backward()
-    for half, of_complex, mixed in itertools.chain(*run_processes(2, dtypes, implementation)):
-        assert half == [2.0**15]  # divided before it is summed, so that half precision does not overflow
-        torch.testing.assert_close(of_complex, [local.weight.grad])
-        assert mixed == [(True, 1.5)] * 2
+        mixed(x_of(rank)).sum().backward()
+        assert [(p.grad.dtype == p.dtype, p.grad.item()) for p in mixed.parameters()] == [(True, 1.5)] * 2
 
 
 # ------------------------------------------------------------------------------------------------- layouts
@@ -133,28 +115,21 @@ class Convolutions(nn.Module):
         return x
 
 
-def layouts(rank, implementation):
+@both
+@on_processes(2)
+def test_gradients_are_laid_out_as_their_parameters(rank, implementation):
     x = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(0))
-    results = []
     for formats, dtypes, cap in itertools.product(FORMATS, DTYPES, (1e-6, 25)):
         local = rank.make(lambda formats=formats, dtypes=dtypes: Convolutions(formats, dtypes))
         ddp = ddp_class(implementation)(copy.deepcopy(local), bucket_cap_mb=cap)
+        near = 1e-5 if dtypes == DTYPES[0] else 2e-2
         for step in range(3):
             local(x).square().mean().backward()
             ddp(own(rank, x)).square().mean().backward()
-            laid_out = [p.grad.stride() == p.stride() for p in ddp.parameters()]
-            results.append((dtypes == DTYPES[0], laid_out, gradients(local), gradients(ddp)))
+            assert all(p.grad.stride() == p.stride() for p in ddp.parameters())
+            torch.testing.assert_close(gradients(ddp), gradients(local), rtol=near, atol=near)
             for module in (local, ddp):
                 module.zero_grad(set_to_none=step == 0)
-    return results
-
-
-@both
-def test_gradients_are_laid_out_as_their_parameters(implementation):
-    for exact, laid_out, local, wrapped in itertools.chain(*run_processes(2, layouts, implementation)):
-        assert all(laid_out)
-        tolerance = 1e-5 if exact else 2e-2
-        torch.testing.assert_close(wrapped, local, rtol=tolerance, atol=tolerance)
 
 
 class Plus(nn.Module):
@@ -194,30 +169,27 @@ def test_a_parameter_in_two_places_has_one_gradient(rank, implementation):
             ddp(torch.zeros(())).sum().backward()
             results += gradients(ddp)
     unused = make(SharedAndUnused(), find_unused_parameters=implementation == "torch")
-    unused(rank_input(rank)).sum().backward()
+    unused(x_of(rank)).sum().backward()
     torch.testing.assert_close(results, [torch.full((1000,), 3.0)] * 12)
     used = {name: p.grad is not None for name, p in unused.module.named_parameters()}
     assert used == {"bias": False, "unused.weight": False, "used.weight": True}
     assert [*unused.state_dict()] == ["module.bias", "module.unused.weight", "module.unused.bias", "module.used.weight"]
 
 
-def optimize_views(rank, implementation):
+@both
+@on_processes(2)
+def test_optimizers_work_on_views_of_buckets(rank, implementation):
+    """PyTorch's own are views, which cannot be detached in place."""
     ddp = ddp_class(implementation)(one_weight(), gradient_as_bucket_view=True)
-    ddp(rank_input(rank)).sum().backward()
+    ddp(x_of(rank)).sum().backward()
     detached = failure(ddp.module.weight.grad.detach_)[0][:1]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     for to_none in (False, True, False):
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
-        ddp(rank_input(rank)).sum().backward()
-    return detached, ddp.module.weight.item(), scalars(ddp)
-
-
-@both
-def test_optimizers_work_on_views_of_buckets(implementation):
-    """PyTorch's own are views, which cannot be detached in place."""
-    detached = ["RuntimeError"] if implementation == "torch" else []
-    assert run_processes(2, optimize_views, implementation) == [(detached, -3.5, [1.5])] * 2
+        ddp(x_of(rank)).sum().backward()
+    assert detached == (["RuntimeError"] if implementation == "torch" else [])
+    assert (ddp.module.weight.item(), scalars(ddp)) == (-3.5, [1.5])
 
 
 # ------------------------------------------------------------------------------------------- checkpointing

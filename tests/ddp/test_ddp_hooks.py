@@ -20,11 +20,7 @@ from torch.nn import functional as F
 import lockstep
 from ddp_reference import Branches, both, ddp_class, failure, gradients, scalars
 from processes import on_processes, run_processes
-from small_modules import filled, one_weight
-
-
-def rank_input(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
+from small_modules import filled, one_weight, x_of
 
 
 def done(value):
@@ -69,12 +65,12 @@ def test_what_is_refused(rank, implementation):
         results[str(hook).split(" at ")[0]] = failure(lambda hook=hook: ddp.register_comm_hook(None, hook))
     ddp.register_comm_hook(state=None, hook=annotated)
     results["twice"] = failure(lambda: ddp.register_comm_hook(None, annotated))
-    ddp(rank_input(rank)).sum().backward()
+    ddp(x_of(rank)).sum().backward()
     undisturbed = scalars(ddp)
     for hook in (returns_a_number, raises, fails_later):
         ddp = make(one_weight(), process_group=dist.new_group())  # a rank whose hook always fails is lost to its group
         ddp.register_comm_hook(None, hook)
-        results[hook.__name__] = failure(lambda ddp=ddp: ddp(rank_input(rank)).sum().backward())
+        results[hook.__name__] = failure(lambda ddp=ddp: ddp(x_of(rank)).sum().backward())
     wanted = {
         "1": (TypeError, "Communication hook must be callable."),
         "{}": (TypeError, "Communication hook must be callable."),
@@ -111,11 +107,11 @@ def see(rank, implementation):
         for _ in range(3):  # the buckets of the reference are final in the second step
             seen.clear()
             ddp.zero_grad()
-            ddp(rank_input(rank)).sum().backward()
+            ddp(x_of(rank)).sum().backward()
         results.append((seen, [gradient.flatten().tolist() for gradient in gradients(ddp)]))
     ddp, seen = make(Branches(), find_unused_parameters=True), []
     ddp.register_comm_hook(seen, look)
-    ddp(rank_input(rank), "ab"[rank.rank]).sum().backward()
+    ddp(x_of(rank), "ab"[rank.rank]).sum().backward()
     results.append((seen, scalars(ddp)))
     return results
 
@@ -150,7 +146,9 @@ class Bag(nn.Module):
         return self.embedding(rows).softmax(1)
 
 
-def chain(rank, implementation):
+@both
+@on_processes(2)
+def test_hooks_that_chain_futures(rank, implementation):
     """Hooks that reduce by themselves, with callbacks on their futures."""
     make = ddp_class(implementation)
 
@@ -165,33 +163,21 @@ def chain(rank, implementation):
     def mean(state, bucket):
         return rank.group.allreduce([bucket.buffer()]).get_future().then(lambda f: f.wait()[0] / rank.world)
 
-    results = {}
-    for hook, state in ((tenfold_and_half, "state"), (replaced, None), (mean, None)):
+    for hook, state, wanted in ((tenfold_and_half, "state", 15.0), (replaced, None, 2.0), (mean, None, 3.0)):
         for view in (False, True):
             ddp = make(one_weight(), gradient_as_bucket_view=view)
             ddp.register_comm_hook(state, hook)
             with ddp.no_sync():
-                ddp(rank_input(rank)).sum().backward()
-            ddp(rank_input(rank)).sum().backward()
-            results[hook.__name__, view] = scalars(ddp)
+                ddp(x_of(rank)).sum().backward()
+            ddp(x_of(rank)).sum().backward()
+            assert scalars(ddp) == [wanted], (hook.__name__, view)
     rows, target = torch.tensor([[0, 1], [1, 2], [5, 5], [9, 0]]), torch.tensor([0, 1, 2, 3])
     local = rank.make(Bag)
     ddp = make(copy.deepcopy(local))
     ddp.register_comm_hook(None, mean)
     F.cross_entropy(local(rows), target).backward()
     F.cross_entropy(ddp(rows.chunk(2)[rank.rank]), target.chunk(2)[rank.rank]).backward()
-    return results, gradients(local)[0].to_dense(), gradients(ddp)[0].to_dense()
-
-
-@both
-def test_hooks_that_chain_futures(implementation):
-    for results, wanted, got in run_processes(2, chain, implementation):
-        assert results == {
-            **{("tenfold_and_half", view): [15.0] for view in (False, True)},
-            **{("replaced", view): [2.0] for view in (False, True)},
-            **{("mean", view): [3.0] for view in (False, True)},
-        }
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(gradients(ddp)[0].to_dense(), gradients(local)[0].to_dense())
 
 
 # ------------------------------------------------------------------------------------------- PyTorch's own

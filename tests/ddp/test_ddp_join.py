@@ -8,40 +8,30 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddp_reference import Branches, both, both_since_2_13, ddp_class, failure, gradients, scalars, values
-from processes import on_processes, run_processes
-from small_modules import one_weight
-
-
-def rank_input(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
-
-
-def share(rank, implementation):
-    make, results = ddp_class(implementation), {}
-    for initial in (True, False):
-        ddp = make(one_weight())
-        seen = []
-        with ddp.join(divide_by_initial_world_size=initial):
-            for _ in range(2 + 2 * rank.rank):
-                ddp.zero_grad()
-                ddp(rank_input(rank)).sum().backward()
-                seen += scalars(ddp)
-        results[initial] = seen, ddp._authoritative_rank, ddp._join_config.enable
-    ddp = make(one_weight())
-    with ddp.join(True, False):
-        ddp(rank_input(rank)).sum().backward()
-    results["disabled"] = scalars(ddp), ddp._join_config.enable
-    results["joinable"] = isinstance(ddp, Joinable), ddp.join_device.type, ddp.join_process_group is rank.group
-    return results
+from ddp_reference import Branches, both, both_since_2_13, ddp_class, gradients, scalars, values
+from processes import on_processes
+from small_modules import one_weight, x_of
 
 
 @both
-def test_ranks_that_have_ended_count_as_zero_or_not_at_all(implementation):
-    of_rank_0, of_rank_1 = run_processes(2, share, implementation)
-    common = {"disabled": ([1.5], False), "joinable": (True, "cpu", True)}
-    assert of_rank_0 == {True: ([1.5, 1.5], 1, True), False: ([1.5, 1.5], 1, True), **common}
-    assert of_rank_1 == {True: ([1.5, 1.5, 1.0, 1.0], 1, True), False: ([1.5, 1.5, 2.0, 2.0], 1, True), **common}
+@on_processes(2)
+def test_ranks_that_have_ended_count_as_zero_or_not_at_all(rank, implementation):
+    make = ddp_class(implementation)
+    for initial, alone in ((True, 1.0), (False, 2.0)):
+        ddp, seen = make(one_weight()), []
+        with ddp.join(divide_by_initial_world_size=initial):
+            for _ in range(2 + 2 * rank.rank):
+                ddp.zero_grad()
+                ddp(x_of(rank)).sum().backward()
+                seen += scalars(ddp)
+        assert seen == [1.5, 1.5] + [alone] * (2 * rank.rank)
+        assert (ddp._authoritative_rank, ddp._join_config.enable) == (1, True)
+    ddp = make(one_weight())
+    with ddp.join(True, False):
+        ddp(x_of(rank)).sum().backward()
+    assert (scalars(ddp), ddp._join_config.enable) == ([1.5], False)
+    assert isinstance(ddp, Joinable)
+    assert (ddp.join_device.type, ddp.join_process_group) == ("cpu", rank.group)
 
 
 @both
@@ -131,7 +121,7 @@ def test_join_leaves_local_buffers_alone(rank, implementation):
     ddp.module.own.fill_(5.0 + rank.rank)
     with ddp.join():
         for _ in range(rank.rank + 1):
-            ddp(rank_input(rank)).sum().backward()
+            ddp(x_of(rank)).sum().backward()
     assert ddp.module.own.tolist() == [[5.0, 5.0], [6.0, 6.0]][rank.rank]
 
 
@@ -149,39 +139,19 @@ class Fails(nn.Module):
         raise ValueError("Intentional error")
 
 
-def stop_early(rank, implementation):
-    ddp, steps = ddp_class(implementation)(one_weight()), 0
-
-    def train():
-        nonlocal steps
-        with ddp.join(throw_on_early_termination=True):
-            for _ in range(2 if rank.rank else 4):
-                ddp(rank_input(rank)).sum().backward()
-                steps += 1
-
-    stopped = failure(train)
-    failing = ddp_class(implementation)(Fails())
-
-    def fail():
-        with failing.join():
-            failing(rank_input(rank))
-
-    return stopped, steps, gradients(ddp)[0].item(), failure(fail)
-
-
 @both
-def test_errors(implementation):
-    messages = (
-        "Detected at least one rank that exhausted inputs. Throwing across all ranks.",
-        "Rank 1 exhausted all inputs.",
-    )
-    results = run_processes(2, stop_early, implementation)
-    for message, ((kinds, said), steps, grad, (failed, why)) in zip(messages, results, strict=True):
-        assert "RuntimeError" in kinds
-        assert message in said
-        assert (steps, grad) == (2, 3.0)
-        assert "ValueError" in failed
-        assert "Intentional error" in why
+@on_processes(2)
+def test_errors(rank, implementation):
+    ddp, steps = ddp_class(implementation)(one_weight()), 0
+    says = ("Detected at least one rank that exhausted inputs. Throwing", "Rank 1 exhausted all inputs.")[rank.rank]
+    with pytest.raises(RuntimeError, match=says), ddp.join(throw_on_early_termination=True):
+        for _ in range(2 if rank.rank else 4):
+            ddp(x_of(rank)).sum().backward()
+            steps += 1
+    assert (steps, gradients(ddp)[0].item()) == (2, 3.0)
+    failing = ddp_class(implementation)(Fails())
+    with pytest.raises(ValueError, match="Intentional error"), failing.join():
+        failing(x_of(rank))
 
 
 class Counter(Joinable):
@@ -218,7 +188,7 @@ def test_joined_with_others(rank, implementation):
     with Join([ddp, counter]):
         for _ in range(rank.rank + 1):
             ddp.zero_grad()
-            ddp(rank_input(rank)).sum().backward()
+            ddp(x_of(rank)).sum().backward()
             count = torch.ones(1)
             torch.distributed.all_reduce(count)
             seen.append((*scalars(ddp), count.item()))

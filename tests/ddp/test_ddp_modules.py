@@ -16,12 +16,7 @@ import lockstep
 from ddp_reference import both, ddp_class, gradients, scalars
 from lockstep.errors import NotReplicableError
 from processes import on_processes, run_processes
-from small_modules import filled, one_weight
-
-
-def rank_input(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
-
+from small_modules import filled, one_weight, x_of
 
 # --------------------------------------------------------------------------------------- inputs and outputs
 
@@ -74,7 +69,7 @@ def box_up(rank, implementation):
             ddp = ddp_class(implementation)(Boxes(), **options)
             for _ in range(2):
                 ddp.zero_grad()
-                out = ddp(rank_input(rank), box=box)
+                out = ddp(x_of(rank), box=box)
                 unbox(out).sum().backward()
             kind = type(out).__name__
             first = out[0] if kind == "tuple" and torch.is_tensor(out[0]) else None
@@ -125,7 +120,7 @@ def test_inputs_of_any_kind_and_hooks(rank, implementation):
     for module in (local, ddp):
         module(packed).data.sum().backward()
     named = make(Named())
-    named(Pair(rank_input(rank), torch.ones(1, 1)), Pair, scale=2.0).sum().backward()
+    named(Pair(x_of(rank), torch.ones(1, 1)), Pair, scale=2.0).sum().backward()
     local, wrapped, named = gradients(local), gradients(ddp), scalars(named)
     torch.testing.assert_close(wrapped, local)
     assert named == [18.0]
@@ -194,7 +189,7 @@ def test_ignored_parameters_are_left_alone(rank, implementation):
         module[1] = one_weight()
         for _ in range(2):
             ddp.zero_grad()
-            ddp(rank_input(rank)).sum().backward()
+            ddp(x_of(rank)).sum().backward()
         left = all(parameter.grad is None for parameter in replaced)
         results.append((left, scalars(ddp)))
     assert results == [(True, [1.5, rank.rank + 1.0])] * 3
@@ -209,7 +204,7 @@ def test_delayed_parameters(rank, implementation):
         delay_all_reduce_named_params=[("0.weight", module[0].weight)],
         param_to_hook_all_reduce=module[1].weight,
     )
-    ddp(rank_input(rank)).sum().backward()
+    ddp(x_of(rank)).sum().backward()
     assert module[1].weight.grad.item() == 1.5
 
 
@@ -241,19 +236,19 @@ def assigned(rank, name):
     make, trains = OTHERS[name]
     wrapped.module = other = make(wrapped.module)
     with torch.no_grad():
-        wrapped(rank_input(rank))
-    wrapped.eval()(rank_input(rank))
+        wrapped(x_of(rank))
+    wrapped.eval()(x_of(rank))
     wrapped.train()
     if trains:
-        wrapped(rank_input(rank)).sum().backward()
+        wrapped(x_of(rank)).sum().backward()
         lockstep.check_in_sync(wrapped)
         return True
     with pytest.raises(NotReplicableError, match=r"DistributedDataParallel.module was assigned another .*: wrap it"):
-        wrapped(rank_input(rank))
+        wrapped(x_of(rank))
     rewrapped = lockstep.DistributedDataParallel(other)
-    rewrapped(rank_input(rank)).sum().backward()
+    rewrapped(x_of(rank)).sum().backward()
     lockstep.check_in_sync(rewrapped)
-    return copy.deepcopy(wrapped)(rank_input(rank)).requires_grad
+    return copy.deepcopy(wrapped)(x_of(rank)).requires_grad
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -14,13 +14,7 @@ from torch.nn import functional as F
 import lockstep
 from ddp_reference import Branches, Mixed, both, both_since_2_13, ddp_class, gradients, scalars, values
 from processes import on_processes, run_processes
-from small_modules import fails_in_backward, one_weight
-
-
-def rank_input(rank):
-    """1, 2, ... on ranks 0, 1, ...: gradients tell whose they are, and the mean over two ranks is 1.5."""
-    return torch.full((1, 1), rank.rank + 1.0)
-
+from small_modules import fails_in_backward, one_weight, x_of
 
 # ------------------------------------------------------------------------------------ against one process
 
@@ -87,8 +81,10 @@ def test_parts_of_a_batch_train_as_the_whole_batch(implementation, world):
 # ------------------------------------------------------------------------------------------- accumulation
 
 
-def accumulate(rank, implementation):
-    x, results = rank_input(rank), []
+@both
+@on_processes(2)
+def test_accumulated_gradients_are_averaged_at_the_next_synchronised_backward(rank, implementation):
+    x = x_of(rank)
     for options in ({}, {"gradient_as_bucket_view": True}):
         seen = {}
         ddp = ddp_class(implementation)(one_weight(), **options)
@@ -103,31 +99,22 @@ def accumulate(rank, implementation):
             ddp(x).sum().backward()
         flags.append(ddp.require_backward_grad_sync)
         seen["before"] = scalars(ddp)
-        ddp(x).sum().backward()
-        seen["after"] = scalars(ddp)
-        ddp(x).sum().backward()
-        seen["again"] = scalars(ddp)
+        for name in ("after", "again"):
+            ddp(x).sum().backward()
+            seen[name] = scalars(ddp)
         ddp.module.weight.grad = torch.full((1, 1), 10.0 * (rank.rank + 1))
         ddp(x).sum().backward()
         seen["onto others"] = scalars(ddp)
         with pytest.raises(KeyError), ddp.no_sync():
             raise KeyError
-        results.append((seen, [*flags, ddp.require_backward_grad_sync]))
-    return results
-
-
-@both
-def test_accumulated_gradients_are_averaged_at_the_next_synchronised_backward(implementation):
-    for rank, results in enumerate(run_processes(2, accumulate, implementation)):
-        for seen, flags in results:
-            assert seen == {
-                "inside": [rank + 1],
-                "before": [2 * (rank + 1)],
-                "after": [4.5],  # the mean of 3 and 6
-                "again": [6.0],
-                "onto others": [16.5],  # the mean of 10 + 1 and 20 + 2
-            }
-            assert flags == [True, False, True, True]
+        assert [*flags, ddp.require_backward_grad_sync] == [True, False, True, True]
+        assert seen == {
+            "inside": [rank.rank + 1],
+            "before": [2 * (rank.rank + 1)],
+            "after": [4.5],  # the mean of 3 and 6
+            "again": [6.0],
+            "onto others": [16.5],  # the mean of 10 + 1 and 20 + 2
+        }
 
 
 def no_sync_around_half(rank, implementation):
@@ -136,10 +123,10 @@ def no_sync_around_half(rank, implementation):
         ddp = ddp_class(implementation)(one_weight())
         if half == "forward":
             with ddp.no_sync():
-                out = ddp(rank_input(rank))
+                out = ddp(x_of(rank))
             out.sum().backward()
         else:
-            out = ddp(rank_input(rank))
+            out = ddp(x_of(rank))
             with ddp.no_sync():
                 out.sum().backward()
         seen += scalars(ddp)
@@ -160,11 +147,11 @@ def use_branches(rank, implementation, options):
     other = "a" if rank.rank == 0 else "b"
     for view in (False, True):
         ddp = make(Branches(), gradient_as_bucket_view=view, **options)
-        ddp(rank_input(rank), other).sum().backward()
+        ddp(x_of(rank), other).sum().backward()
         seen = [scalars(ddp)]
         for parameter in ddp.parameters():
             parameter.grad = torch.full_like(parameter, 8.0)
-        ddp(rank_input(rank), other).sum().backward()
+        ddp(x_of(rank), other).sum().backward()
         results.append([*seen, scalars(ddp)])
     return results
 
@@ -195,7 +182,7 @@ def test_control_flow_may_change_from_step_to_step(rank, implementation):
         [1.5, 1.5, 1.5],
         [0.5, 1.0, 1.5],
     ]
-    x = rank_input(rank)
+    x = x_of(rank)
     ddp = ddp_class(implementation)(Branches(), find_unused_parameters=implementation == "torch", bucket_cap_mb=1e-6)
     seen = []
     for names in STEPS:
@@ -239,8 +226,10 @@ def test_an_output_left_out_of_the_loss_leaves_its_gradient_alone(rank, implemen
 # --------------------------------------------------------------------------------- steps out of the ordinary
 
 
-def odd_steps(rank, implementation):
-    make, x, seen = ddp_class(implementation), rank_input(rank), {}
+@both
+@on_processes(2)
+def test_steps_out_of_the_ordinary(rank, implementation):
+    make, x, seen = ddp_class(implementation), x_of(rank), {}
 
     ddp = make(one_weight(), find_unused_parameters=True)
     torch._C._functions.UndefinedGrad()(ddp(x).sum()).backward()
@@ -269,7 +258,7 @@ def odd_steps(rank, implementation):
         out = ddp(x)
     seen["no_grad"] = [out.requires_grad, ddp.module.weight.requires_grad, *scalars(ddp)]
     if rank.rank == 0:  # without buffers a forward talks to nobody
-        seen["alone"] = [ddp.eval()(x).item() for _ in range(3)]
+        assert [ddp.eval()(x).item() for _ in range(3)] == [1.0, 1.0, 1.0]
     ddp.train()(x).sum().backward()
     seen["after inference"] = scalars(ddp)
 
@@ -286,35 +275,22 @@ def odd_steps(rank, implementation):
     loss /= 2
     loss.backward()
     seen["an output changed in place"] = scalars(ddp)
-    return seen
-
-
-@both
-def test_steps_out_of_the_ordinary(implementation):
-    results = run_processes(2, odd_steps, implementation)
-    assert results[0].pop("alone") == [1.0, 1.0, 1.0]
-    assert (
-        results
-        == [
-            {
-                "an undefined gradient, then another": [None, 1.5],
-                "outputs that nobody uses": [1.5],
-                "two forwards, one backward": [3.0],
-                "forward called by name, with a keyword": [1.5],
-                "no_grad": [False, True, None],
-                "after inference": [1.5],
-                "create_graph": [5.0],
-                "an output changed in place": [0.75],
-            }
-        ]
-        * 2
-    )
+    assert seen == {
+        "an undefined gradient, then another": [None, 1.5],
+        "outputs that nobody uses": [1.5],
+        "two forwards, one backward": [3.0],
+        "forward called by name, with a keyword": [1.5],
+        "no_grad": [False, True, None],
+        "after inference": [1.5],
+        "create_graph": [5.0],
+        "an output changed in place": [0.75],
+    }
 
 
 @on_processes(2)
 def test_lockstep_synchronises_each_of_two_backwards_through_one_forward(rank):
     ddp = ddp_class("lockstep")(TwoOutputs())
-    a, b = ddp(rank_input(rank))
+    a, b = ddp(x_of(rank))
     a.sum().backward()
     first = scalars(ddp)
     b.sum().backward()
@@ -325,7 +301,7 @@ def test_lockstep_synchronises_each_of_two_backwards_through_one_forward(rank):
 def test_lockstep_synchronises_past_forward_and_after_freezing_and_thawing(rank):
     module = nn.Sequential(one_weight(), one_weight())
     ddp = lockstep.DistributedDataParallel(module)
-    x, seen = rank_input(rank), []
+    x, seen = x_of(rank), []
     for run in (module[0], module, lambda x: module[1](module[0](x))):
         ddp.zero_grad()
         run(x).sum().backward()
@@ -345,18 +321,18 @@ def test_a_module_may_be_wrapped_again(rank, implementation):
     make, module = ddp_class(implementation), nn.Sequential(one_weight(), one_weight())
     ddp = make(module)
     with pytest.raises(KeyError):
-        ddp(fails_in_backward(rank_input(rank).requires_grad_(), error=KeyError)).sum().backward()
+        ddp(fails_in_backward(x_of(rank).requires_grad_(), error=KeyError)).sum().backward()
     if implementation == "torch":  # ours has nothing of the failed pass left
         ddp._remove_autograd_hooks()
     module.zero_grad()
     again = make(module)
-    again(rank_input(rank)).sum().backward()
+    again(x_of(rank)).sum().backward()
     seen = [scalars(again)]
     del ddp, again
     module.zero_grad()
     group = torch.distributed.new_group([0, 1])
     third = make(module, process_group=group)
-    third(rank_input(rank)).sum().backward()
+    third(x_of(rank)).sum().backward()
     assert [*seen, scalars(third)] == [[1.5, 1.5]] * 2
 
 
@@ -366,9 +342,9 @@ def test_functional_call(rank, implementation):
     ddp = ddp_class(implementation)(nn.Linear(1, 1, bias=False))
     before = ddp.module.weight.detach().clone()
     weight = torch.tensor([[3.0]], requires_grad=True)
-    out = torch.func.functional_call(ddp, {"module.weight": weight}, rank_input(rank))
+    out = torch.func.functional_call(ddp, {"module.weight": weight}, x_of(rank))
     out.backward()
     unchanged = torch.equal(before, ddp.module.weight) and ddp.module.weight.grad is None
-    ddp(rank_input(rank)).sum().backward()
+    ddp(x_of(rank)).sum().backward()
     found = (out.item(), weight.grad.item(), unchanged, gradients(ddp)[0].item())
     assert found == [(3.0, 1.0, True, 1.5), (6.0, 2.0, True, 1.5)][rank.rank]

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import lockstep
 from ddp_reference import both, failure, gradients, scalars, values
-from processes import on_processes, run_processes
-from small_modules import one_weight
+from processes import on_processes
+from small_modules import one_weight, x_of
 
 
 def replicate_of(implementation):
@@ -25,10 +25,6 @@ def replicate_of(implementation):
 
 def state_of(implementation, module):
     return (lockstep.replicate if implementation == "lockstep" else replicate_of_torch).state(module)
-
-
-def rank_input(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
 
 
 def network():
@@ -49,13 +45,16 @@ WAYS = {
 }
 
 
-def train_beside(rank, implementation):
-    results = {}
+@both
+@pytest.mark.parametrize("world", [2, 4])
+@on_processes(None, "world")
+def test_parts_of_a_batch_train_as_the_whole_batch(rank, implementation):
     for name, way in WAYS.items():
         local = rank.make(network)
         module = copy.deepcopy(local)
-        result = way(replicate_of(implementation), module)
-        same_keys = [*module.state_dict()] == [*local.state_dict()]
+        assert way(replicate_of(implementation), module) is module, name
+        assert isinstance(module, nn.Sequential), name
+        assert [*module.state_dict()] == [*local.state_dict()], name
         for step in range(2):
             draw = torch.randn(rank.world, 4, generator=torch.Generator().manual_seed(step))
             for network_, part in ((local, draw), (module, draw[rank.rank : rank.rank + 1])):
@@ -64,17 +63,7 @@ def train_beside(rank, implementation):
                     for parameter in network_.parameters():
                         parameter -= parameter.grad
                         parameter.grad = None
-        results[name] = result is module, isinstance(module, nn.Sequential), same_keys, values(local), values(module)
-    return results
-
-
-@both
-@pytest.mark.parametrize("world", [2, 4])
-def test_parts_of_a_batch_train_as_the_whole_batch(implementation, world):
-    for results in run_processes(world, train_beside, implementation):
-        for name, (*flags, local, replicated) in results.items():
-            assert flags == [True] * 3, name
-            torch.testing.assert_close(replicated, local, rtol=1.3e-6, atol=5e-5, msg=name)
+        torch.testing.assert_close(values(module), values(local), rtol=1.3e-6, atol=5e-5, msg=name)
 
 
 @both
@@ -82,7 +71,7 @@ def test_parts_of_a_batch_train_as_the_whole_batch(implementation, world):
 def test_ignored_modules_are_left_alone(rank, implementation):
     module = nn.Sequential(one_weight(), nn.Sequential(one_weight()), one_weight())
     replicate_of(implementation)(module, ignored_modules=iter([module[1]]))
-    module(rank_input(rank)).sum().backward()
+    module(x_of(rank)).sum().backward()
     assert scalars(module) == [[1.5, 1.0, 1.5], [1.5, 2.0, 1.5]][rank.rank]
 
 
@@ -93,7 +82,7 @@ def test_set_requires_gradient_sync(rank, implementation):
     replicate_of(implementation)(module)
     for synchronise in (False, False, True, True):
         module.set_requires_gradient_sync(synchronise)
-        module(rank_input(rank)).sum().backward()
+        module(x_of(rank)).sum().backward()
         seen += scalars(module)
     assert seen == [[1, 2, 4.5, 6], [2, 4, 4.5, 6]][rank.rank]
 
@@ -111,7 +100,7 @@ def test_register_comm_hook(rank, implementation):
     module, seen = one_weight(), []
     replicate_of(implementation)(module)
     module.register_comm_hook(seen, tenfold)
-    module(rank_input(rank)).sum().backward()
+    module(x_of(rank)).sum().backward()
     assert (scalars(module), seen) == [([10.0], [True]), ([20.0], [True])][rank.rank]
 
 
@@ -126,33 +115,23 @@ class Keyword(nn.Module):
         return self.layer(x) * factor
 
 
-def look_around(rank, implementation):
-    replicate, seen = replicate_of(implementation), {}
+@both
+@on_processes(2)
+def test_state_and_errors(rank, implementation):
+    replicate = replicate_of(implementation)
     plain, module = Keyword(), Keyword()
     replicate(module, device_id=torch.device("cpu"))
-    module(rank_input(rank), factor=3.0).sum().backward()
-    seen["gradients"] = scalars(module)
-    ddp = state_of(implementation, module)._ddp_weakref()
-    seen["devices"] = ddp.device_ids, ddp.process_group is rank.group
-    seen["names"] = state_of(implementation, module)._param_names
-    seen["plain"] = state_of(implementation, plain)
-    for name, device in {"list": [torch.device("cpu")], "text": "cpu"}.items():
-        seen[name] = failure(lambda device=device: replicate(Keyword(), device_id=device))
-    seen["twice"] = failure(lambda: replicate(module))
-    return seen
-
-
-@both
-def test_state_and_errors(implementation):
-    for seen in run_processes(2, look_around, implementation):
-        for name in ("list", "text"):
-            kinds, message = seen.pop(name)
-            assert "RuntimeError" in kinds, name
-            assert "Expected device_id to be int or torch.device, but got <class" in message
-        kinds, message = seen.pop("twice")
-        assert "AssertionError" in kinds
-        assert "replicate has already been applied to the following module" in message
-        assert seen == {"gradients": [4.5], "devices": (None, True), "names": ["layer.weight"], "plain": None}
+    module(x_of(rank), factor=3.0).sum().backward()
+    assert scalars(module) == [4.5]
+    state = state_of(implementation, module)
+    ddp = state._ddp_weakref()
+    assert (ddp.device_ids, ddp.process_group, state._param_names) == (None, rank.group, ["layer.weight"])
+    assert state_of(implementation, plain) is None
+    for device in ([torch.device("cpu")], "cpu"):
+        with pytest.raises(RuntimeError, match=r"Expected device_id to be int or torch\.device, but got <class"):
+            replicate(Keyword(), device_id=device)
+    with pytest.raises(AssertionError, match="replicate has already been applied to the following module"):
+        replicate(module)
 
 
 @both
