@@ -925,6 +925,13 @@ WRONG = {
     "sparse": (lambda g, x: g.broadcast([x.to_sparse()]), LayoutError, r"layout torch\.sparse_coo"),
     "sparse to gather": (lambda g, x: g.gather([], [x.to_sparse()], root=0), LayoutError, "dense"),
     "the most of sparse ones": (lambda g, x: g.allreduce([x.to_sparse()], MAX), OptionError, "summed only, got MAX"),
+    "sent with gaps": (
+        lambda g, x: g.send([x[::2]], 1, 0),
+        LayoutError,
+        r"^send from rank \d to rank 1: expected contiguous tensors, got one of shape \(2,\) with strides \(2,\)",
+    ),
+    "received with gaps": (lambda g, x: g.recv([x[::2]], 1, 0), LayoutError, "^receive on rank .* contiguous tensors"),
+    "from any, with gaps": (lambda g, x: g.recv_anysource([x[::2]]), LayoutError, "from any rank: expected contiguous"),
     "expanded": (lambda g, x: g.allreduce([x[:1].expand(4)]), LayoutError, "all_reduce: .* expanded tensor"),
     "expanded output": (lambda g, x: g.allgather([[x[:1].expand(4), x]], [x]), LayoutError, "all_gather: .* expanded"),
     "expanded sum": (lambda g, x: g.reduce_scatter([x[:1].expand(4)], [[x, x]]), LayoutError, "reduce_scatter: .* exp"),

@@ -130,6 +130,17 @@ def check_writable(tensors: Sequence[Tensor], what: str) -> None:
             )
 
 
+def check_message(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise unless the elements of each tensor of a message lie one after the other: Gloo moves no others."""
+    check_tensors(tensors, what)
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise LayoutError(
+                f"{what}: expected contiguous tensors, got one of shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}; send tensor.contiguous(), and receive into a new tensor, to be copied"
+            )
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return all elements in one dimension: the memory itself of a single plain, contiguous tensor, else a copy."""
     if len(tensors) == 1 and _is_plain(tensors[0]):

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep._base import debug
 from lockstep._base.abilities import Abilities, Addition, Chunks
 from lockstep.errors import AgreementError, CommunicationError, OptionError
+from lockstep.shm.arguments import check_message
 from lockstep.shm.gloo import CollectivesOfGloo, MessageWork
 from lockstep.shm.many_hosts import Algorithm
 from lockstep.shm.native import NativeCollectives
@@ -228,6 +229,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         return self._queue.add(work, background=getattr(opts, "asyncOp", True))
 
     def _message(self, begin: Callable[[Any], Any], tensors: list[Tensor], what: str, other: int | None) -> MessageWork:
+        check_message(tensors, what)
         peers, gloo = self._runtime.peers, self._gloo_group()
 
         def is_gone() -> bool:
