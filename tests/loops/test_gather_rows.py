@@ -99,28 +99,30 @@ def test_gradients_are_those_of_one_process(rank, loss_of):
 PAGE = (Path(__file__).parents[2] / "docs" / "whole_batch.md").read_text()
 
 
-def recipe(name):
-    """A function of the page of recipes, with what it uses."""
-    blocks = [ast.parse(block) for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)]
+def recipes():
+    """The functions of the page of recipes, by name, with what they use."""
     found = {"torch": torch, "lockstep": lockstep}
-    block = next(b for b in blocks if any(isinstance(n, ast.FunctionDef) and n.name == name for n in b.body))
-    kept = [n for n in block.body if isinstance(n, ast.FunctionDef | ast.Import | ast.ImportFrom)]
-    exec(compile(ast.Module(kept, []), "<page>", "exec"), found)
-    return found[name]
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S):
+        kept = [n for n in ast.parse(block).body if isinstance(n, ast.FunctionDef | ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(kept, []), "<page>", "exec"), found)
+    return found
+
+
+RECIPES = recipes()  # not by each rank: threads of Python 3.11 cannot parse at the same time
 
 
 @worlds
 @pytest.mark.parametrize("name", ["clip_loss", "clip_loss_of_own_rows", "simclr_loss"])
 @on_ranks(None, "world")
 def test_losses_of_pairs(rank, name):
-    loss = recipe(name)
+    loss = RECIPES[name]
     beside_one_process(rank, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
 
 
 @worlds
 @on_ranks(None, "world")
 def test_batch_hard_triplets(rank):
-    loss = recipe("triplet_loss")
+    loss = RECIPES["triplet_loss"]
     labels = torch.tensor([0, 1, 0, 1, 2, 2])
     beside_one_process(rank, lambda model, x, y: loss(model, model(x), y), drawn(6, 5), labels)
 
@@ -128,7 +130,7 @@ def test_batch_hard_triplets(rank):
 @worlds
 @on_ranks(None, "world")
 def test_a_gradient_penalty(rank):
-    penalty = recipe("penalty")
+    penalty = RECIPES["penalty"]
     beside_one_process(rank, lambda model, x: penalty(model, x, lambda f: (f @ f.T).exp().mean()), drawn(6, 5))
 
 
@@ -136,7 +138,7 @@ def test_a_gradient_penalty(rank):
 @on_ranks(None, "world")
 def test_a_queue_of_negatives(rank):
     """Three steps: the queue has the keys of all ranks, in the order of the ranks, on each of them."""
-    step, keys, found = recipe("moco_loss"), rank.make(Encoder, 1).requires_grad_(False), []
+    step, keys, found = RECIPES["moco_loss"], rank.make(Encoder, 1).requires_grad_(False), []
     for model, own in ((rank.make(Encoder), lambda x: x), (replicated(rank, Encoder), lambda x: parts(x, rank))):
         queue = normalize(drawn(8, 4, seed=20), dim=1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -162,7 +164,7 @@ def test_micro_batches_with_cached_gradients(rank, size):
     def loss_of(model, features):
         return cross_entropy(*similar(gather_rows(features, model).rows, model.scale))
 
-    recipe("cached_backward")(model, parts(x, rank), loss_of, size)
+    RECIPES["cached_backward"](model, parts(x, rank), loss_of, size)
     close(gradients(model), gradients(plain))
 
 
