@@ -158,10 +158,11 @@ class DriftWatch:
 
     def step_begins(self, optimizer: Optimizer, closure: bool) -> None:
         """Note that an optimizer begins a step; there may be rounds in it, and steps of other optimizers."""
-        key = id(optimizer)
-        round_, before, inside = self._begun.get(key, (-1, 0, 0))
-        is_inside = round_ == self.round
-        self._begun[key] = (round_, before, inside + 1) if is_inside else (self.round, len(self._ended), 0)
+        begun = self._begun.get(key := id(optimizer))
+        if begun is None or begun[0] != self.round:
+            self._begun[key] = self.round, len(self._ended), 0
+        else:
+            self._begun[key] = *begun[:2], begun[2] + 1
 
     def step_ended(self, optimizer: Optimizer, closure: bool) -> None:
         """Look at the numbers of an optimizer that has made a step, and at what is due of its values.
@@ -236,20 +237,23 @@ class DriftWatch:
         one since the last round."""
         if not self.compares:
             return Told()
-        self._number = number
+        self._number, looks = number, self._looks
         ended, self._ended = [*self._ended.values()], {}
-        if not self.is_alike:
-            self._looks.clear()
         if not (known and self.is_alike):
             ended = []
-            self._looks.pop(number - 1, None)
+            looks.pop(number - 1, None)
+            if not self.is_alike:
+                looks.clear()
         self._told_steps = ended
         digest = ended[0][1].digest if len(ended) == 1 else told([each.digest for _, each in ended]) if ended else 0
-        round_ = number - 1 - self._late
-        look = self._told_look = self._looks.get(round_)
-        if len(self._looks) > (look is not None):  # one that has not arrived everywhere is told again
-            self._looks = {key: each for key, each in self._looks.items() if key >= min(round_, number - 1)}
-        values = 0 if look is None else look.digest()
+        look: Look | None = None
+        values: int | None = 0
+        if looks:  # one that has not arrived everywhere is told again
+            round_ = number - 1 - self._late
+            look = looks.get(round_)
+            values = 0 if look is None else look.digest()
+            self._looks = {key: each for key, each in looks.items() if key >= min(round_, number - 1)}
+        self._told_look = look
         self._is_under_way = values is None
         if self._told != (digest, values or 0):
             self._told = Told(digest, values or 0)

@@ -36,8 +36,8 @@ def comparable_state(optimizer: Optimizer, parameter: Tensor) -> list[tuple[str,
     """
     if not type(optimizer).__module__.startswith("torch.optim.") or not isinstance(optimizer.state, dict):
         return []
-    state = optimizer.state.get(parameter)
-    return [(key, each) for key, each in state.items() if isinstance(each, Tensor) and each.dim()] if state else []
+    state = optimizer.state.get(parameter) or {}
+    return [(key, each) for key, each in state.items() if isinstance(each, Tensor) and each.dim()]
 
 
 _tensor_of = itemgetter(1)
@@ -101,7 +101,8 @@ class Table:
             for place, part in enumerate(parts)
             for start in range(0, part.numel(), size)
         ]
-        self._at_once = -(-len(self.slices) // _LOOKS)
+        self._at_once = -(-len(self.slices) // _LOOKS) or 1
+        self._looks = -(-len(self.slices) // self._at_once) or 1
         self._sampled = next((each for each in reversed(self.tensors) if each.requires_grad and each.numel()), None)
         self._address = 0  # where the sample lies; 0 where it is read otherwise
         self._on_host: Any = None  # the bytes there
@@ -136,10 +137,9 @@ class Table:
 
     def due(self, round_: int) -> range:
         """Return the numbers of the slices to be looked at after a round."""
-        if round_ % APART or not self.slices:
+        if round_ % APART:
             return range(0)
-        looks = -(-len(self.slices) // self._at_once)
-        first = round_ // APART % looks * self._at_once
+        first = round_ // APART % self._looks * self._at_once
         return range(first, min(first + self._at_once, len(self.slices)))
 
 
