@@ -76,17 +76,25 @@ def test_slices_grow_with_the_module_so_that_a_look_is_no_thousand_launches():
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8]
 
 
-def digest_of_look(values):
-    """The digest of a whole look at two parameters, of which these are a slice in the middle of the first one."""
-    large = torch.ones(3 << 14).to(values.dtype)
-    large[1 << 14 : (1 << 14) + len(values)] = values
-    here = Table([("a", large), ("b", values.flip(0))])
+def digest_of_look(values, *, large):
+    """The digest of a whole look at two parameters, of which these are a slice in the middle of the large one, or the
+    small one."""
+    first, second = torch.ones(3 << 14).to(values.dtype), torch.ones_like(values)
+    (first[1 << 14 : (1 << 14) + len(values)] if large else second).copy_(values)
+    here = Table([("a", first), ("b", second)])
     look = Look(here, 0, whole=True)
     look.take([], here.ids, [], state=True)
     return look.digest()
 
 
-@pytest.mark.parametrize("digest", [lambda values: int(slice_digest(values)), digest_of_look], ids=["slice", "look"])
+DIGESTS = {
+    "slice": lambda values: int(slice_digest(values)),
+    "look, large": lambda values: digest_of_look(values, large=True),
+    "look, small": lambda values: digest_of_look(values, large=False),
+}
+
+
+@pytest.mark.parametrize("digest", DIGESTS.values(), ids=DIGESTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_and_every_place_of_a_slice_counts(dtype, digest):
     values = torch.arange(1, 41).to(dtype)

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 
 import lockstep
+from lockstep.distributed.replication.replication import find_replication
 from processes import on_processes
-from programs.ranks import replicated
+from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
 STEPS = 40
@@ -451,6 +452,14 @@ def test_no_false_alarm(program):
         if program is local_steps_then_averages:
             warnings.simplefilter("ignore")  # steps on gradients of one rank alone are warned of
         assert all(all(each) for each in run_ranks(2, train, program))
+
+
+@on_ranks(2)
+def test_what_has_been_told_is_dropped(rank):
+    p = Program(rank)
+    p.train()
+    p.step()
+    assert len(find_replication(p.net).drift._looks) <= 1
 
 
 @pytest.mark.around
