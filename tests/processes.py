@@ -328,3 +328,18 @@ if _SERVED not in os.environ:
     _context.set_forkserver_preload(_PRELOAD)
     with mock.patch.dict(os.environ, {_SERVED: "1", "OMP_NUM_THREADS": "1"}):
         forkserver.ensure_running()
+
+
+def in_child(function):
+    """Run it in a forked process, whose exit code is what it returns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads
+        pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = function()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)

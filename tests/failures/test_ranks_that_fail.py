@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import warnings
 from datetime import timedelta
 
 import pytest
@@ -20,7 +19,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CommunicationError, PeerError
-from processes import RankEndedError, on_processes, run_processes
+from processes import RankEndedError, in_child, on_processes, run_processes
 from programs.ranks import on_ranks, replicated
 from small_modules import CallInBackward
 from threaded import run_ranks
@@ -352,19 +351,10 @@ def test_a_child_that_runs_backward_is_told_and_does_not_take_its_parents_place(
             backward(model)
         return 3 + len(asked)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forking with threads
-        pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            code = child()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
+    code = in_child(child)
     model.zero_grad()
     model((rank.rank + 1) * torch.ones(2, 3)).sum().backward()
-    assert (os.waitstatus_to_exitcode(status), model.weight.grad.tolist()) == (3, [[3.0, 3.0, 3.0]])
+    assert (code, model.weight.grad.tolist()) == (3, [[3.0, 3.0, 3.0]])
 
 
 @pytest.mark.around

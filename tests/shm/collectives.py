@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
-import warnings
 from datetime import timedelta
 
 import torch
@@ -238,18 +236,3 @@ def on_hosts(rank, hosts, store, between=None):
 def over_hosts(group):
     """Return True if the ranks of a group found themselves on several hosts."""
     return group._runtime.inter_host is not None
-
-
-def in_child(function):
-    """Run it in a forked process, whose exit code is what it returns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forking with threads
-        pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            code = function()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)

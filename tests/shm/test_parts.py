@@ -25,7 +25,7 @@ from lockstep.shm.peers import LONGEST, Peers
 from lockstep.shm.rendezvous import meet
 from lockstep.shm.staging import PAGE_BYTES, StagingPool
 from lockstep.shm.works import ShmWork, WorkQueue
-from shm.collectives import in_child
+from processes import in_child
 
 DTYPES = list(messages._codes())
 STEP = MessageKind.STEP

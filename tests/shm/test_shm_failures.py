@@ -28,9 +28,9 @@ from lockstep.shm import shared_memory as mapping
 from lockstep.shm.arithmetic import TensorReduction
 from lockstep.shm.inter_host import InterHost
 from lockstep.shm.one_host import BLOCK_BYTES, OneHost
-from processes import on_processes, run_processes
+from processes import in_child, on_processes, run_processes
 from programs.ranks import on_ranks
-from shm.collectives import BIG, error_of, group_of, in_child, on_hosts, options, still_works
+from shm.collectives import BIG, error_of, group_of, on_hosts, options, still_works
 from small_modules import CallInBackward
 from threaded import run_ranks
 
