@@ -219,17 +219,22 @@ def group_of(store, rank, world=2, timeout=10.0, host="a", **others):
     return ProcessGroupShm(store, rank, world, timedelta(seconds=timeout), ShmOptions(host=host), **others)
 
 
-def on_hosts(rank, hosts, store, between=None):
-    """The default group anew, over several hosts."""
-    dist.destroy_process_group()
+def begin_shm(rank, store, pg_options=None):
+    """Make the default group, of all ranks; they meet in the file ``store``."""
     dist.init_process_group(
         "shm",
         store=dist.FileStore(store, rank.world),
         rank=rank.rank,
         world_size=rank.world,
         timeout=timedelta(seconds=60),
-        pg_options=ShmOptions(host=hosts[rank.rank], between=between),
+        pg_options=pg_options,
     )
+
+
+def on_hosts(rank, hosts, store, between=None):
+    """The default group anew, over several hosts."""
+    dist.destroy_process_group()
+    begin_shm(rank, store, ShmOptions(host=hosts[rank.rank], between=between))
     return dist.group.WORLD
 
 

@@ -30,6 +30,7 @@ from processes import run_processes
 from programs.ranks import on_ranks, replicated
 from shm.collectives import (
     all_reduced,
+    begin_shm,
     error_of,
     every_collective,
     exact,
@@ -394,13 +395,7 @@ def on_own_host(rank, wire, store):
     with open(f"/var/run/netns/{name}") as namespace:
         assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
     os.environ["GLOO_SOCKET_IFNAME"] = end
-    dist.init_process_group(
-        "shm",
-        store=dist.FileStore(store, rank.world),
-        rank=rank.rank,
-        world_size=rank.world,
-        timeout=timedelta(seconds=60),
-    )
+    begin_shm(rank, store)
     return type(rank)(rank.rank, rank.world, dist.group.WORLD), end
 
 

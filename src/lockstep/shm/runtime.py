@@ -72,8 +72,8 @@ class Runtime:
                 # All have read all addresses: each leader tells its own, for Gloo, when its host has.
                 self.peers.exchange(MessageKind.STEP, timeout)
                 cleared = in_background(partial(clear_address, place, rank))
-            # A rank that has made the group may leave it at once; by then no other rank is still making it
-            # (test_a_rank_may_leave_as_soon_as_it_has_made_the_group).
+            # A rank that has made the group may leave it at once, and clears the address where they have met: by then
+            # no other rank is still making it.
             self.algorithm(timeout).barrier()
             wait([cleared or in_background(partial(clear_address, place, rank))])
             log_of("shm").debug("a group of ranks %s, by host: %s", list(global_ranks), rendezvous.hosts)
