@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,56 +58,53 @@ class _ExitDelay:
     SECONDS = 0.1
 
     def __init__(self) -> None:
-        self._last = -self.SECONDS
+        self.last_wait = -self.SECONDS
+        """When a collective was waited for last."""
         atexit.register(self._delay)
 
-    def waited(self) -> None:
-        self._last = time.monotonic()
-
     def _delay(self) -> None:
-        time.sleep(max(0.0, self._last + self.SECONDS - time.monotonic()))
+        time.sleep(max(0.0, self.last_wait + self.SECONDS - time.monotonic()))
 
 
 _exit_delay = _ExitDelay()
 
 
-class Pending:
+class Pending(NamedTuple):
     """A collective under way."""
 
-    def __init__(self, works: Sequence[Any], owner: "Collectives", call: waits.Call, in_slices: bool) -> None:
-        self.works = works
-        self.call = call
-        self._owner = owner
-        self._in_slices = in_slices
+    work: Any
+    """What the process group has returned for it."""
+    owner: "Collectives"
+    call: waits.Call
+    in_slices: bool
+    """True if it is waited for in slices: see :meth:`Collectives.wait_watched`."""
 
     def wait(self) -> None:
         """Return when the tensor holds the result (for the current stream, on devices with streams)."""
-        watcher = self._owner.watcher if watchers else None
+        watcher = self.owner.watcher if watchers else None
         try:
-            for work in self.works:
-                if watcher is None:
-                    work.wait(_GROUPS_OWN_TIMEOUT)
-                else:
-                    with watcher.waiting(self.call.in_words), waits.Waiting(self.call):
-                        self._owner.wait_watched(work, watcher, self._in_slices)
+            if watcher is None:
+                self.work.wait(_GROUPS_OWN_TIMEOUT)
+            else:
+                with watcher.waiting(self.call.in_words), waits.Waiting(self.call):
+                    self.owner.wait_watched(self.work, watcher, self.in_slices)
         except PeerFailure:
             raise
         except RuntimeError as error:
-            raise self._owner.failure(self.call.what, error) from error
-        _exit_delay.waited()
+            raise self.owner.failure(self.call.what, error) from error
+        _exit_delay.last_wait = time.monotonic()
 
     def linger(self, seconds: float) -> None:
         """Wait for some seconds at most, whether the other ranks come or not; for tensors on the CPU.
 
         Another thread sends what this rank has begun. If the process is about to end, that thread needs a moment.
         """
-        for work in self.works:
-            with contextlib.suppress(RuntimeError):  # it was not over, and goes on
-                work.wait(timedelta(seconds=seconds))
+        with contextlib.suppress(RuntimeError):  # it was not over, and goes on
+            self.work.wait(timedelta(seconds=seconds))
 
     def done(self) -> bool:
         """Return True if :meth:`wait` would return immediately."""
-        return all(work.is_completed() for work in self.works)
+        return bool(self.work.is_completed())
 
 
 class _Sender:
@@ -328,10 +325,6 @@ class Collectives:
             backend = self.group
         return backend.name() not in ("gloo", "mpi")
 
-    def count_bytes(self, tensor: Tensor) -> None:
-        """Count a tensor that is all-reduced; of a sparse one, its values (test_a_sparse_bucket)."""
-        self.comm_stats.bytes_reduced += tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
-
     def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, *, blocking: bool = False) -> Pending:
         """Start to sum a tensor, times each rank's ``factor``, over the ranks, in place.
 
@@ -339,7 +332,7 @@ class Collectives:
         """
         # NCCL returns no work for a collective that is not asynchronous.
         options = self._waited_for if blocking and tensor.is_cpu else self._begin_only
-        self.count_bytes(tensor)
+        self.comm_stats.bytes_reduced += tensor.nbytes
         with self.phases.phase("collective", f"all_reduce, {what}"):
             sender = self._sender(tensor, what)
             if sender.abilities is not None:  # it multiplies while it copies
@@ -361,7 +354,7 @@ class Collectives:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         options.asyncOp = not blocking
-        self.count_bytes(tensor)
+        self.comm_stats.bytes_reduced += tensor.nbytes
         with self.phases.phase("collective", f"all_reduce, {what}"):
             return self._begin(what, sender, sender.abilities._all_reduce, [tensor], options, 1.0, half)
 
@@ -509,7 +502,7 @@ class Collectives:
         call = waits.Call(self.group, self._state.begun.add(), kind, what, needed)
         if sender.of_what:
             self._state.begun.note_on_device(call, number_on(self.group) if watchers else None)
-        return Pending((work,), self, call, sender.in_slices)
+        return Pending(work, self, call, sender.in_slices)
 
     def _place(self) -> str:
         if list(self.global_ranks) == list(range(self.world)):

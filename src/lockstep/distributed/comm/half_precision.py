@@ -141,7 +141,7 @@ class _AllGathered(MeanInHalf):
     def _send(self, piece: slice, rows: Tensor) -> Pending:
         ranks = self._collectives
         own = rows[ranks.rank].copy_(self._tensor[piece])
-        ranks.count_bytes(own)
+        ranks.comm_stats.bytes_reduced += own.nbytes
         return ranks.all_gather_flat(as_bytes(rows), as_bytes(own), self._what)
 
     def wait(self) -> None:
@@ -164,7 +164,7 @@ class _ReduceScattered(MeanInHalf):
         self._sent = plain_memory(*memory)
         self._rows = plain_memory(*memory).view(ranks, -1)
         self._sent[: len(tensor)].copy_(tensor)
-        collectives.count_bytes(self._sent)
+        collectives.comm_stats.bytes_reduced += self._sent.nbytes
         sizes = [self._slice * half.itemsize] * ranks
         self._pending = collectives.all_to_all(as_bytes(self._rows), as_bytes(self._sent), sizes, sizes, what)
         self._gathering: list[Pending] = []

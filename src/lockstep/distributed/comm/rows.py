@@ -56,7 +56,7 @@ class SumOfRows:
             self._gradient = self._gradient.to_dense().contiguous()
             self._pending.append(ranks.all_reduce(self._gradient, self._what))
             return
-        ranks.count_bytes(self._gradient)
+        ranks.comm_stats.bytes_reduced += self._gradient.values().nbytes
         for part in (self._gradient.indices()[0], self._gradient.values()):
             rows = part.new_empty(ranks.world, max(counts), *part.shape[1:])
             rows[ranks.rank, : len(part)] = part

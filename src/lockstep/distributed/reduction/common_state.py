@@ -135,10 +135,6 @@ class CommonState:
             self._buffer_source_moved = active is not None
         return self.hook.has_changed or self.buffers.changed()
 
-    def count_round(self, number: int) -> None:
-        """Note that the round of that number is over, and other ranks may have had something of it."""
-        self.rounds = self.drift.round = number
-
     def restore(self, rounds: int, plan: str) -> None:
         """Go on where an earlier run was, after so many rounds and with its plan; all ranks must."""
         self.rounds = self.drift.round = rounds

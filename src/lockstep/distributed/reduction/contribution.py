@@ -73,7 +73,6 @@ class Contribution:
         self._parameters = parameters
         self.used = bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
-        self._none_used = bytes(len(parameters))
         self.is_local = False
         """True if some pass since the last round has not synchronised."""
         self.weights: list[float] = []
@@ -107,12 +106,11 @@ class Contribution:
         used = {id(each.parameter) for each in compress(self._parameters, self.used)}
         self._parameters = parameters
         self.used = bytearray(id(each.parameter) in used for each in parameters)
-        self._none_used = bytes(len(parameters))
 
     def forget(self) -> None:
         """Begin a new contribution: the last one has been reduced, or dropped after a failure or with a batch that is
         left out."""
-        self.used[:] = self._none_used
+        self.used[:] = bytes(len(self.used))
         self.is_local = False
         self._passes = 0
         if self._left or self.weights or self.problem:
@@ -165,8 +163,16 @@ class Contribution:
             )
         self._left = list(map(_Left.now, parameters))
 
-    def pass_begins(self) -> None:
-        """Note that a backward pass has reached the module."""
+    def add(self, came: Sequence[int], of: int) -> None:
+        """Add a backward pass that has reached the module: ``came`` are the numbers of the parameters whose gradients
+        it has brought, ``of`` so many, those included that the ranks have not agreed on yet."""
+        used = self.used
+        if len(came) == len(used) == of:
+            used[:] = b"\1" * of
+        else:
+            for number in came:
+                if number < len(used):
+                    used[number] = 1
         self._passes += 1
         if self.weights and not self._blocks:
             self.fail(_NO_WEIGHT)

@@ -92,12 +92,11 @@ class RankState:
             self.contribution.fail_if_changed(self.padding_batch.members, self._members.here)
         return changed
 
-    def begin_pass(self) -> None:
-        """Note that a backward pass has reached the module."""
-        self.contribution.pass_begins()
-        if not self.requires_sync:
-            self.contribution.is_local = True
-            self._drift.note_local_pass()
+    def accumulate(self, came: Sequence[int], of: int) -> None:
+        """Add a backward pass that does not synchronise: see :meth:`Contribution.add`."""
+        self.contribution.add(came, of)
+        self.contribution.is_local = True
+        self._drift.note_local_pass()
 
     def pass_failed(self) -> None:
         """Note that a backward pass has failed on this rank. If it synchronises, its contribution is dropped anyway."""

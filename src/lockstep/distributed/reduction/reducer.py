@@ -149,7 +149,8 @@ class Reducer:
         captured = own.requires_sync and self.common.is_on_accelerator and is_capturing(self.common.device)
         if captured and self.is_in_reach(this.reach):  # in the pass a stream might wait that must not: CUDA would raise
             self._check_alive()
-        self._look_for_retyped()
+        if not self._steps and self._members.look_for_retyped():  # else the pass around it has begun without
+            self._leave_out_retyped()
         changed = own.look_for_changes()
         if own.contribution.weights:
             own.contribution.check_gradients()
@@ -174,8 +175,9 @@ class Reducer:
         return step
 
     def _begin_step_without_pass(self) -> Step:
-        self._look_for_retyped()
         own = self.rank_state
+        if self._members.look_for_retyped():
+            self._leave_out_retyped()
         own.look_for_changes()  # the gradients of new parameters count, too
         parameters = self._members.tracked
         step = Step(None, GradientSnapshot(parameters), own.requires_sync)
@@ -183,11 +185,10 @@ class Reducer:
         self._steps.append(step)
         return step
 
-    def _look_for_retyped(self) -> None:
-        """Look for parameters that have become others, unless a pass is under way, which has begun without."""
-        if not self._steps and self._members.look_for_retyped():  # their gradients are in no bucket now
-            self.common.make_buckets()
-            self.rank_state.renumber()
+    def _leave_out_retyped(self) -> None:
+        """Make buckets without the parameters that have become others, whose gradients are in none now."""
+        self.common.make_buckets()
+        self.rank_state.renumber()
 
     def watches(self, this: BackwardPass) -> bool:
         """Return True if that pass, if any, may reach the module, and no other pass is under way inside of it."""
@@ -266,16 +267,13 @@ class Reducer:
             if step.round is None:
                 if self.common.plan.observes:
                     self.common.plan.observe(index)
+                elif step.this is not None and step.this.over:
+                    return  # it has failed in another thread: nobody waits for it any more
                 elif step.synchronises and self.rank_state.padding_batch is None and self.common.modules.exclusive:
-                    self._open(step)
+                    self._check_alive()
+                    self._open_round(step)
             if step.round is not None:
                 step.round.bucket_triggered(index, step.before)
-
-    def _open(self, step: Step) -> None:
-        if step.this is not None and step.this.over:
-            return  # it has failed in another thread: nobody waits for it any more
-        self._check_alive()
-        self._open_round(step)
 
     def _check_alive(self) -> None:
         try:
@@ -342,17 +340,8 @@ class Reducer:
         """Note that the pass has reached the module, and does not synchronise."""
         with self._lock:
             if self.rank_state.padding_batch is None:
-                self._note_used(self._steps[-1])
-                self.rank_state.begin_pass()
-
-    def _note_used(self, step: Step) -> None:
-        used = self.rank_state.contribution.used
-        if len(step.came) == len(used) == len(step.before.parameters):
-            used[:] = self.common.buckets.all_used
-            return
-        for position in step.came:
-            if position < len(used):
-                used[position] = 1
+                step = self._steps[-1]
+                self.rank_state.accumulate(step.came, len(step.before.parameters))
 
     # -------------------------------------------------------------------------------- finalize
 
@@ -374,10 +363,10 @@ class Reducer:
                 if step.this is not None and step.this.creates_graph:
                     _warn_of_graph()
                 if step.round is None:
-                    self._open(step)
+                    self._check_alive()
+                    self._open_round(step)
                 try:
-                    self._note_used(step)
-                    self.rank_state.begin_pass()
+                    self.rank_state.contribution.add(step.came, len(step.before.parameters))
                 except BaseException:  # of this rank alone: the report tells the others
                     self.abort()
                     raise
@@ -474,7 +463,7 @@ class Reducer:
         self.has_failed = not ended.is_applied
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
         if ended.is_applied or ended.has_begun:
-            self.common.count_round(ended.number)
+            self.common.rounds = self.common.drift.round = ended.number  # others may have had something of it
         if self._triggers_of is self.common.buckets:
             for before, number in ended.moved_triggers.items():  # another gradient was the last one of its bucket
                 if self._triggers.pop(before, None) is not None:

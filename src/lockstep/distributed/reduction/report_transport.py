@@ -41,6 +41,7 @@ class ReportTransport:
         row_dtype = _OWN_DTYPE if self.splits else dtype
         in_row = 0 if self.splits else packed
         self._layout = ReportLayout(parameters, collectives.rank, collectives.world, in_row, row_dtype)
+        self.read = self._layout.read
         self._packed = slice(0, packed) if self.splits else self._layout.packed_buffers
         self.numel = (packed if self.splits else self._layout.numel) if behind is not None else 0
         """The number of elements that follow the gradients of the last bucket."""
@@ -67,10 +68,6 @@ class ReportTransport:
             except Exception:
                 if status.part not in (Part.FAILED, Part.SKIPS):
                     raise  # this rank's part fails, and the others are told; a failed or skipped batch sends zeros
-
-    def read(self, row: Tensor) -> RoundReport:
-        """Return what the reports of all ranks add up to."""
-        return self._layout.read(row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row)
 
     def read_earlier(self, row: Tensor) -> RoundReport | None:
         """Return the reports of a round before; None if this rank sent none in it, or with another layout."""

@@ -352,14 +352,10 @@ class Round:
         """
         if self._in_two_steps:
             self._take_second_steps()
-        if verdict.is_usual:
-            for bucket in self.buckets.in_order:
-                bucket.copy_out(verdict.used)
-            self.is_applied = True
-            return
-        factor = verdict.factor
-        overdue = [*(self._common.parameters[index] for index in verdict.late), *added]
-        late = reduce_late(overdue, self._common.collectives, self._divide_factor) if overdue else []
+        factor, overdue = verdict.factor, added
+        if verdict.late:
+            overdue = [*map(self._common.parameters.__getitem__, verdict.late), *added]
+        late = reduce_late(overdue, self._common.collectives, self._divide_factor) if overdue else ()
         for bucket in self.buckets.in_order:
             if factor != 1:
                 bucket.multiply(factor)

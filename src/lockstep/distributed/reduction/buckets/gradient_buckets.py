@@ -54,8 +54,6 @@ class BucketsInUse:
         """The bucket that carries the report behind its gradients, or None."""
         self.unbucketed = [index for index, bucket in enumerate(self.of) if bucket is None]
         """The parameters that have no bucket."""
-        self.all_used = bytes((1,)) * len(parameters)
-        """One byte for each parameter, all set: compared with the flags of used parameters."""
 
     def not_given(self, grads: Sequence[Tensor | None]) -> list[int]:
         """Return the numbers of parameters whose gradients, of ``grads``, may not be those that their bucket has given

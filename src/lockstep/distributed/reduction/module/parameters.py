@@ -124,8 +124,6 @@ class ParameterSet:
         self._selection = selection
         self._delayed = {id(parameter) for parameter in delayed}
         self._owner: ref[Owner] | None = None
-        self.added: Sequence[ManagedParameter] = ()
-        """Parameters on this rank that the ranks have not agreed on yet."""
         managed = _managed(contents)
         self._use(_AgreedParameters.on(managed, [each.index for each in managed if each.parameter.requires_grad]))
         self._next: _AgreedParameters | None = None  # agreed on, but not in use yet
@@ -135,17 +133,18 @@ class ParameterSet:
         self._agreed = self._complete = agreed  # the same, but for stand-ins
         self._retyped: list[int] = []
         self._layouts = Layouts([tensor for tensor in agreed.tensors if tensor.layout is torch.strided])
+        self._track(())
+
+    def _track(self, added: Sequence[ManagedParameter]) -> None:
+        self.added = added
+        """Parameters on this rank that the ranks have not agreed on yet."""
+        self.tracked = [*self._agreed.tensors, *(each.parameter for each in added)]
+        """The parameters whose gradients are watched: those agreed on, in order of their index, then the added ones."""
 
     @property
     def parameters(self) -> list[ManagedParameter]:
         """The parameters that the ranks have agreed on; stand-ins for those that have become others."""
         return self._agreed.parameters
-
-    @property
-    def tracked(self) -> list[Parameter]:
-        """The parameters whose gradients are watched: those agreed on, in order of their index, then the added ones."""
-        agreed = self._agreed.tensors
-        return [*agreed, *(each.parameter for each in self.added)] if self.added else agreed
 
     @property
     def trained(self) -> list[int]:
@@ -249,6 +248,7 @@ class ParameterSet:
         self._retyped = retyped
         members = [each.vacated() if each.is_retyped else each for each in complete]
         self._agreed = _AgreedParameters.on(members, self._complete.trained)
+        self._track(self.added)
         return True
 
     def look_for_changes(self) -> bool:
@@ -258,7 +258,7 @@ class ParameterSet:
             return True
         changed = self._structure.slots.changed() or bool(self._retyped)
         if changed or self.added:
-            self.added = self._find_added() if changed else ()
+            self._track(self._find_added() if changed else ())
         return changed
 
     def _find_added(self) -> list[ManagedParameter]:
@@ -335,7 +335,6 @@ class ParameterSet:
         owner = self._owner_now
         self._use(self._next)
         self._next = None
-        self.added = ()
         self.attach(owner)
         return True
 
