@@ -1,15 +1,18 @@
-"""Claim: that replicas are watched for drift makes a settled step at most 1 % longer.
+"""Claim: that the numbers of optimizers are compared makes a settled step at most 1 % longer, and so do values.
 
-Measured: a training on two ranks on an ``shm`` group, AdamW, with the watch and without it, in turns in the same
-processes. A turn has 28 steps, after four of which slices of the values are looked at.
+Measured: a training on two ranks on an ``shm`` group, AdamW, with the whole watch for drift, with numbers alone, and
+without, in turns in the same processes. A turn has 28 steps, after four of which slices of the values are looked at.
+Turns differ by more than what is measured, so the time inside of the watch's calls is printed beside them: of turns
+that are not compared, since a clock around each call takes time as well.
 
     python benchmarks/bench_drift.py
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from torch import nn
 
 import lockstep
 from lockstep._base.optimizer_steps import observe_steps
+from lockstep.distributed.reduction.module.drift import DriftWatch
+from lockstep.distributed.reduction.module.value_digests import Table
 from lockstep.distributed.replication.replication import find_replication
 
 STEPS = 28
@@ -46,8 +51,50 @@ MODELS = {"mlp": (mlp, 8), "400 small": (many_small, 1), "conv-BN": (conv_bn, 1)
 """Each with how many turns it has for one of the others."""
 
 
-def turns_of(rank: int, name: str, rounds: int, steps: int) -> dict[str, list[Turn]]:
-    """On one rank: the turns with the watch and without it."""
+KINDS = ("both", "numbers", "nothing")
+"""What is compared in a turn."""
+VALUES = {DriftWatch: ["_look"], Table: ["sample"]}
+"""The calls that look at values; what is left of the watch's others compares numbers."""
+ALL = {DriftWatch: ["step_begins", "step_ended", "tell", "heard"]}
+
+
+class Found(NamedTuple):
+    """On one rank."""
+
+    turns: dict[str, list[Turn]]
+    numbers: float
+    values: float
+    """Seconds in calls of the watch in a step, for numbers and for values."""
+
+
+class Timed:
+    """Adds up the time in some methods."""
+
+    def __init__(self, methods: dict[type, list[str]]) -> None:
+        self.seconds = 0.0
+        self._plain = {(kind, name): vars(kind)[name] for kind, names in methods.items() for name in names}
+
+    def __enter__(self) -> None:
+        for (kind, name), plain in self._plain.items():
+            setattr(kind, name, self._around(plain))
+
+    def __exit__(self, *_: object) -> None:
+        for (kind, name), plain in self._plain.items():
+            setattr(kind, name, plain)
+
+    def _around(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            since = time.perf_counter()
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - since
+
+        return timed
+
+
+def work(rank: int, name: str, rounds: int, steps: int) -> Found:
+    """Return, on one rank, the turns of each kind, and the time in the watch's calls."""
     torch.manual_seed(0)
     model, x = MODELS[name][0]()
     lockstep.replicate(model, process_group=dist.new_group(backend="shm"))
@@ -62,21 +109,36 @@ def turns_of(rank: int, name: str, rounds: int, steps: int) -> dict[str, list[Tu
     for _ in range(3):
         step()
     watch = replication.drift
-    on = True
+    now = "both"
 
-    def run(watched: bool) -> Callable[[], None]:
+    def switch(to: str) -> None:
+        nonlocal now
+        if to != now:
+            if "nothing" in (to, now):
+                watch.compares = to != "nothing"
+                (observe_steps if watch.compares else type(watch).stop)(watch)
+            for each, call in ((watch, "_look"), (watch.table, "sample")):
+                vars(each).pop(call, None)
+                if to == "numbers":
+                    setattr(each, call, lambda *_: None)
+            now = to
+
+    def run(kind: str) -> Callable[[], None]:
         def one() -> None:
-            nonlocal on
-            if on != watched:
-                on = watch.compares = watched
-                (observe_steps if watched else type(watch).stop)(watch)
+            switch(kind)
             step()
 
         return one
 
-    found = take_turns({"watched": run(True), "not watched": run(False)}, rounds, steps)
+    turns = take_turns({kind: run(kind) for kind in KINDS}, rounds, steps)
+    switch("both")
+    of_values, of_all = Timed(VALUES), Timed(ALL)
+    count = rounds * steps
+    with of_values, of_all:
+        for _ in range(count):
+            step()
     assert watch.alike_after > 0, "nothing has been looked at"
-    return found
+    return Found(turns, (of_all.seconds - of_values.seconds) / count, of_values.seconds / count)
 
 
 def main() -> None:
@@ -84,10 +146,19 @@ def main() -> None:
     args = arguments(__doc__, 30)
     rows = []
     for name, (_, times) in MODELS.items():
-        found = slowest(launch(turns_of, name, args.rounds * (1 if args.quick else times), 7 if args.quick else STEPS))
-        rows.append([name, ms(found["watched"][1]), ms(found["not watched"][1])])
-        ratio(f"{name}: watched / not watched", found["watched"][1], found["not watched"][1], 1.01)
-    table("a settled step of two ranks", ["model", "watched", "not watched"], rows)
+        found = launch(work, name, args.rounds * (1 if args.quick else times), 7 if args.quick else STEPS)
+        both, numbers, nothing = (slowest([each.turns for each in found])[kind][1] for kind in KINDS)
+        inside = [max(getattr(each, kind) for each in found) for kind in ("numbers", "values")]
+        rows.append([name, ms(both), ms(numbers), ms(nothing), *(f"{1e6 * each:.1f}" for each in inside)])
+        ratio(f"{name}: numbers compared / nothing", numbers, nothing, 1.01)
+        ratio(f"{name}: values, too / numbers alone", both, numbers, 1.01)
+        ratio(f"{name}: inside the calls for numbers, over a step", inside[0], nothing, 0.01)
+        ratio(f"{name}: inside the calls for values, over a step", inside[1], nothing, 0.01)
+    table(
+        "a settled step of two ranks, in ms, and the time in calls of the watch, in us",
+        ["model", "both", "numbers", "nothing", "in calls: numbers", "values"],
+        rows,
+    )
 
 
 if __name__ == "__main__":
