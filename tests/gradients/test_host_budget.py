@@ -51,6 +51,6 @@ def settled_backward(rank, companion):
 @pytest.mark.parametrize(("companion", "budget"), [(False, (100, 29, 82)), (True, (142, 38, 108))])
 def test_calls_and_files_and_moves_between_files_of_a_settled_backward(companion, budget):
     if not hasattr(torch._C, "_remove_obj_from_tls"):  # an older PyTorch, in which the object is replaced
-        budget = budget[0] + 1, *budget[1:]
+        budget = budget[0] + 3, *budget[1:]
     least = tuple(map(min, zip(*run_processes(2, settled_backward, companion), strict=True)))
     assert least == tuple(map(min, zip(least, budget, strict=True)))

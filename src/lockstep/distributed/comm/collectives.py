@@ -332,7 +332,7 @@ class Collectives:
         """
         # NCCL returns no work for a collective that is not asynchronous.
         options = self._waited_for if blocking and tensor.is_cpu else self._begin_only
-        self.comm_stats.bytes_reduced += tensor.nbytes
+        self.comm_stats.bytes_reduced += tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
         with self.phases.phase("collective", f"all_reduce, {what}"):
             sender = self._sender(tensor, what)
             if sender.abilities is not None:  # it multiplies while it copies
