@@ -107,6 +107,28 @@ def test_a_room_uses_no_other_rooms_than_these():
     assert used == USES
 
 
+FROM_REDUCTION = {
+    "loop": "Decisions GroupScheduler MEANS MeanInPass Reducer current_pass decisions_of mark_output reach_of "
+    "scheduler_of",
+    "shares": "Buffer BufferGroup Contents DriftWatch LoopVerdict Owner Selection SlotSnapshot Told assign_all "
+    "check_equal_values check_optimizers decisions_of travels_in_half",
+    "session": "Decisions",
+    "local": "keep_means",
+}
+"""The names that rooms take from the reduction. A name more ties a room to how rounds are made."""
+
+
+def test_rooms_take_no_other_names_from_the_reduction_than_these():
+    taken: dict[str, set[str]] = {}
+    for module, file in FILES.items():
+        room = module.split(".")[1] if module.count(".") > 1 else "distributed"  # or public names
+        for node in ast.walk(ast.parse(file.read_text())) if room != "distributed" else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lockstep.distributed.reduction"):
+                taken.setdefault(room, set()).update(alias.name for alias in node.names)
+    assert {room: " ".join(sorted(names)) for room, names in taken.items()} == FROM_REDUCTION
+    assert len({name for names in taken.values() for name in names}) <= 25
+
+
 NEEDED_AT_ONCE = ("lockstep._base", "lockstep.errors", "lockstep.phases", "lockstep.session", "lockstep.shm")
 
 

@@ -13,7 +13,7 @@ from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, d
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
 from lockstep.distributed.reduction.autograd.engine import current_pass
-from lockstep.distributed.reduction.autograd.graph import MEANS, MeanInPass, ReachableLeaves, mark_output, reach_of
+from lockstep.distributed.reduction.autograd.graph import MEANS, MeanInPass, mark_output, reach_of
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import GradientError, PeerError
@@ -81,7 +81,9 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
 
 def numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, Reducer]) -> list[int]:
     """Return the numbers of the replicated modules whose parameters these tensors depend on."""
-    reach = reach_of({"tensors": tensors, "accumulate_grad": True}) if modules else ReachableLeaves()
+    if not modules:
+        return []
+    reach = reach_of({"tensors": tensors, "accumulate_grad": True})
     return [number for number, module in modules.items() if module.is_within(reach, False)]
 
 

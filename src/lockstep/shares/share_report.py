@@ -16,8 +16,7 @@ from lockstep.distributed.comm.agreement import check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.record import Packing
 from lockstep.distributed.reduction.module.drift import Told
-from lockstep.distributed.reduction.report.status import Part, Status, sums_of
-from lockstep.distributed.reduction.report.verdict import LoopVerdict, judge_loops
+from lockstep.distributed.reduction.report.verdict import LoopVerdict
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.balance import Pace
 from lockstep.shares.share_step import ShareStep
@@ -162,9 +161,16 @@ def check_modes(heads: Sequence[Head], collectives: Collectives) -> None:
 
 def loops_of(heads: Sequence[Head]) -> LoopVerdict:
     """Return the part of the verdict that concerns loops."""
-    parts = {True: Part.SKIPS, False: Part.FULL}
-    statuses = [Status(part=parts[head.skips], stops=head.stops, ends=head.ends) for head in heads]
-    return judge_loops(sums_of(statuses), statuses)
+    going_on = [rank for rank, head in enumerate(heads) if not head.ends]
+    ends = len(heads) - len(going_on)
+    return LoopVerdict(
+        stops=any(head.stops for head in heads),
+        skipped=any(head.skips for head in heads),
+        some_end=ends > 0,
+        all_end=not going_on,
+        ends=ends,
+        going_on=going_on or None if ends else None,
+    )
 
 
 def weights_of_all(reports: Sequence[ShareReport]) -> list[float] | None:
