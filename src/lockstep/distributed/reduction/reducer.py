@@ -35,7 +35,6 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from enum import Enum, auto
 from functools import cache
 
 import torch
@@ -110,7 +109,10 @@ class Reducer:
         self.has_failed = False
         """True if the last round has failed on some rank, or was left out; the same on all ranks."""
         self._members = common.members
-        self._route = _Route.UNKNOWN
+        self.may_go_past_forward = True
+        """True if backward passes may reach the module without going through outputs of its forward: until one pass has
+        gone through them, and always once a pass has not."""
+        self._has_gone_past_forward = False
         self._triggers: dict[int, Trigger] = {}  # by number of the parameter, put onto it while a pass runs
         self._triggers_of: BucketsInUse | None = None  # the buckets that they are for; None: to be chosen anew
         self.retired = False
@@ -310,11 +312,11 @@ class Reducer:
                 came = [position for position in came if self._owns(step.before.parameters[position])]
             step.came = came
             if came and not step.through_forward:
-                self._route = _Route.PAST_FORWARD
+                self.may_go_past_forward = self._has_gone_past_forward = True
                 if is_autograd_compiled():
                     self.passes.compile_forward()  # it is not known which outputs it has gone through
-            elif came and self._route is _Route.UNKNOWN:
-                self._route = _Route.THROUGH_FORWARD
+            elif came and not self._has_gone_past_forward:
+                self.may_go_past_forward = False
             return bool(came) or step.round is not None
 
     def takes_part(self, accumulates: bool) -> bool:
@@ -326,12 +328,6 @@ class Reducer:
         members = self._members
         trained = any(each.parameter.requires_grad for each in (*members.parameters, *members.added))
         return accumulates and self._steps[-1].is_within_module and trained
-
-    @property
-    def may_go_past_forward(self) -> bool:
-        """True if backward passes may reach the module without going through outputs of its forward: until one pass has
-        gone through them, and always once a pass has not."""
-        return self._route is not _Route.THROUGH_FORWARD
 
     def _owns(self, parameter: Parameter) -> bool:
         return owner_of(parameter) in (None, self)
@@ -570,15 +566,6 @@ class Reducer:
     def present(self) -> list[Parameter]:
         """Return the parameters that its module still has."""
         return [each.parameter for each in self._members.present]
-
-
-class _Route(Enum):
-    """The ways in which backward passes have reached the module so far."""
-
-    UNKNOWN = auto()
-    THROUGH_FORWARD = auto()
-    PAST_FORWARD = auto()
-    """True if some pass has reached the module without going through outputs of its forward."""
 
 
 @cache  # once in a process

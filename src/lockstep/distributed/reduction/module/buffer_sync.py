@@ -38,15 +38,6 @@ class _Packed(NamedTuple):
     averaged: bool
 
 
-class _Packing(NamedTuple):
-    """The buffers of a module by the way in which they travel."""
-
-    packed: Sequence[_Packed]
-    """Those packed behind a report."""
-    large: Sequence[Buffer]
-    """Those with collectives of their own."""
-
-
 class BufferSync:
     """Sends the buffers of one module by one policy; methods that move values run without grad mode."""
 
@@ -56,7 +47,8 @@ class BufferSync:
         self._scan = scan
         self._collectives = collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
-        self._packing = _Packing((), ())
+        self._packed: Sequence[_Packed] = ()  # behind a report
+        self._large: Sequence[Buffer] = ()  # those with collectives of their own
         self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # joined, but not sent yet
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
 
@@ -132,7 +124,7 @@ class BufferSync:
             end = start + sum(b.nbytes if as_bytes else b.shape.numel() for b in buffers)
             packed.append(_Packed(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
             start = end
-        self._packing = _Packing(packed, large)
+        self._packed, self._large = packed, large
         return start
 
     @property
@@ -148,7 +140,7 @@ class BufferSync:
 
     def write(self, packed_buffers: Tensor) -> None:
         """Write this rank's part into the cleared end of a report."""
-        for packed in self._packing.packed:
+        for packed in self._packed:
             if self._is_active if packed.averaged else self._is_source:
                 values = packed.group.joined()
                 packed_buffers[packed.place].copy_(values.view(torch.uint8) if packed.as_bytes else values)
@@ -160,7 +152,7 @@ class BufferSync:
 
     def read(self, packed_buffers: Tensor) -> None:
         """Assign the values in the summed end of a report."""
-        for packed in self._packing.packed:
+        for packed in self._packed:
             if packed.averaged or not self._is_source:
                 packed.group.assign_row(packed_buffers[packed.place], packed.as_bytes)
 
@@ -170,9 +162,9 @@ class BufferSync:
 
         ``zeros``: this rank has failed, perhaps here or while it sent them: as zeros, if they have not been joined.
         """
-        if self._packing.large and not (zeros and self._flats):
-            self._flats = self._put_together(self._packing.large, zeros)
-        return bool(self._packing.large)
+        if self._large and not (zeros and self._flats):
+            self._flats = self._put_together(self._large, zeros)
+        return bool(self._large)
 
     def send_large(self) -> None:
         """Start to send them: one collective for each device, or for each dtype if values are averaged."""
