@@ -56,9 +56,9 @@ def raise_all(errors: list[BaseException]) -> NoReturn:
     """Raise the first of some errors, with those that say something else as notes; the list is empty then."""
     first, *others = errors
     errors.clear()
-    said = {str(first)}
+    texts = {str(first)}
     for later in others:
-        if str(later) not in said:
+        if str(later) not in texts:
             first.add_note(f"After it, {type(later).__name__}: {later}")
-        said.add(str(later))
+        texts.add(str(later))
     raise first

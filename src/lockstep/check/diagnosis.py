@@ -74,67 +74,67 @@ class Surroundings:
 def diagnose(comparison: Comparison, around: Surroundings) -> Finding:
     """Return what the tensors that differ mean; there is one at least."""
     first = comparison.differing[0]
-    said = f"{comparison.kind[:-1]} {first.name} {_where(comparison)} {_amount(first)}"
+    gist = f"{comparison.kind[:-1]} {first.name} {_where(comparison)} {_amount(first)}"
     if comparison.step is None:
-        return Finding("initial-weights", f"{said}; replicas must start with the same values")
+        return Finding("initial-weights", f"{gist}; replicas must start with the same values")
     if all(each.alike and each.difference <= around.rounding for each in comparison.differing):
-        return Finding("rounding", f"{said}, which the order of sums explains")
+        return Finding("rounding", f"{gist}, which the order of sums explains")
     judge = {"gradients": _of_gradients, "weights": _of_weights, "buffers": _of_buffers}[comparison.kind]
-    return judge(said, comparison, around)
+    return judge(gist, comparison, around)
 
 
-def _of_gradients(said: str, comparison: Comparison, around: Surroundings) -> Finding:
+def _of_gradients(gist: str, comparison: Comparison, around: Surroundings) -> Finding:
     apart = [each for each in comparison.differing if not each.alike or each.of_one is not None]
     if apart:
-        return _not_synchronised(said, apart, comparison)
+        return _not_synchronised(gist, apart, comparison)
     if around.adds_earlier:
         return Finding(
             "earlier-gradients",
-            f"{said}: it is that of one process, and in addition that of the step before; call optimizer.zero_grad() "
+            f"{gist}: it is that of one process, and in addition that of the step before; call optimizer.zero_grad() "
             "before the first backward of each step",
         )
     slack = max(1e-3, around.rounding)
     by_reduction = _common([each.own_factor for each in comparison.differing], slack)
     if _is(by_reduction, around.ranks, slack):
-        return Finding("summed", f"{said}: the ranks' gradients are summed instead of averaged")
+        return Finding("summed", f"{gist}: the ranks' gradients are summed instead of averaged")
     if _is(by_reduction, 1 / around.ranks, slack):
-        return Finding("averaged-twice", f"{said}: the ranks' gradients are divided by their number twice")
+        return Finding("averaged-twice", f"{gist}: the ranks' gradients are divided by their number twice")
     ratio = _common([each.ratio for each in comparison.differing], slack)
     is_mean = _is(by_reduction, 1, slack)
     if ratio is not None:
-        return _factor(said, ratio, around.ranks, is_mean, slack)
+        return _factor(gist, ratio, around.ranks, is_mean, slack)
     if around.scaled and is_mean:
         by = ", ".join(f"{each:.3g} on rank {rank}" for rank, each in enumerate(around.scaled))
         return Finding(
             "clipped-before",
-            f"{said}: each rank changes its own gradient before the ranks' are averaged (a factor of {by}); clip the "
+            f"{gist}: each rank changes its own gradient before the ranks' are averaged (a factor of {by}); clip the "
             "mean, after backward has synchronised it",
         )
     if around.weights is not None and is_mean and _is(sum(around.weights), 1, slack):
-        return _mean_of_means(said, around.weights, around)
+        return _mean_of_means(gist, around.weights, around)
     if around.batch_norms:
         return Finding(
             "batch-statistics",
-            f"{said}: {around.batch_norms[0]} normalises with the statistics of each rank's rows; convert the "
+            f"{gist}: {around.batch_norms[0]} normalises with the statistics of each rank's rows; convert the "
             "model by lockstep.local.SyncBatchNorm.convert_sync_batchnorm(model)",
         )
     if around.weights is not None and is_mean:
         shown = " : ".join(f"{each:.3g}" for each in around.weights)
         return Finding(
             "own-factor",
-            f"{said}: in one process the ranks' own gradients have the weights {shown}, which do not add up to 1, so "
+            f"{gist}: in one process the ranks' own gradients have the weights {shown}, which do not add up to 1, so "
             "each rank's has a factor of its own before the reduction",
         )
     if is_mean:
         return Finding(
             "whole-batch-loss",
-            f"{said}: it is the mean of the ranks' own gradients, of which no weighted sum is that of one process, so "
+            f"{gist}: it is the mean of the ranks' own gradients, of which no weighted sum is that of one process, so "
             "the loss compares rows with each other; gather them with lockstep.loop.gather_rows()",
         )
-    return Finding("other-gradients", f"{said}: it is neither the mean nor a sum of the ranks' own gradients")
+    return Finding("other-gradients", f"{gist}: it is neither the mean nor a sum of the ranks' own gradients")
 
 
-def _not_synchronised(said: str, apart: Sequence[Facts], comparison: Comparison) -> Finding:
+def _not_synchronised(gist: str, apart: Sequence[Facts], comparison: Comparison) -> Finding:
     first = apart[0]
     of_all = len(apart) == comparison.count
     if first.of_one is not None:
@@ -151,24 +151,24 @@ def _not_synchronised(said: str, apart: Sequence[Facts], comparison: Comparison)
             f"{names} of {comparison.count} tensors are not synchronised: used outside of the wrapper's forward, or "
             "unfrozen or added after wrapping"
         )
-    return Finding("not-synchronised", f"{said}: {whose}; {why}")
+    return Finding("not-synchronised", f"{gist}: {whose}; {why}")
 
 
-def _factor(said: str, ratio: float, ranks: int, is_mean: bool, slack: float) -> Finding:
+def _factor(gist: str, ratio: float, ranks: int, is_mean: bool, slack: float) -> Finding:
     if is_mean:
         return Finding(
             "own-factor",
-            f"{said}: each rank's own gradient has this factor, before the reduction; a loss that sums or divides by "
+            f"{gist}: each rank's own gradient has this factor, before the reduction; a loss that sums or divides by "
             "the rows of all ranks, or micro-batches that are not divided by their number",
         )
     if _is(ratio, ranks, slack):
-        return Finding("summed", f"{said}: the ranks' gradients are summed instead of averaged")
+        return Finding("summed", f"{gist}: the ranks' gradients are summed instead of averaged")
     if _is(ratio, 1 / ranks, slack):
-        return Finding("averaged-twice", f"{said}: the ranks' gradients are divided by their number twice")
-    return Finding("own-factor", f"{said}: the whole gradient is multiplied")
+        return Finding("averaged-twice", f"{gist}: the ranks' gradients are divided by their number twice")
+    return Finding("own-factor", f"{gist}: the whole gradient is multiplied")
 
 
-def _mean_of_means(said: str, weights: Sequence[float], around: Surroundings) -> Finding:
+def _mean_of_means(gist: str, weights: Sequence[float], around: Surroundings) -> Finding:
     shown = " : ".join(f"{each:.3g}" for each in weights)
     total = sum(around.rows) or 1
     by_rows = len(around.rows) == len(weights) and all(
@@ -177,16 +177,16 @@ def _mean_of_means(said: str, weights: Sequence[float], around: Surroundings) ->
     what = "as many as it has rows" if by_rows else "as many as it has tokens, or whatever its loss divides by"
     return Finding(
         "mean-of-means",
-        f"{said}: the mean of the ranks' means. In one process the ranks' rows have the weights {shown}, each {what}; "
+        f"{gist}: the mean of the ranks' means. In one process the ranks' rows have the weights {shown}, each {what}; "
         "use lockstep.accumulate(model, weight=...) with a loss that sums",
     )
 
 
-def _of_weights(said: str, comparison: Comparison, around: Surroundings) -> Finding:
+def _of_weights(gist: str, comparison: Comparison, around: Surroundings) -> Finding:
     if not all(each.alike for each in comparison.differing):
         return Finding(
             "drift",
-            f"{said}, although the gradients are equal: the replicas drift apart. A number of the optimizer is "
+            f"{gist}, although the gradients are equal: the replicas drift apart. A number of the optimizer is "
             "another one on some rank, something writes to weights on one rank alone, or an optimizer steps on "
             "gradients of one rank alone",
         )
@@ -194,16 +194,16 @@ def _of_weights(said: str, comparison: Comparison, around: Surroundings) -> Find
     if first is not None:
         return Finding(
             "learning-rate",
-            f"{said}: equal gradients, but each step is {first:.4g} times as long; the learning rate depends on the "
+            f"{gist}: equal gradients, but each step is {first:.4g} times as long; the learning rate depends on the "
             "number of ranks",
         )
-    return Finding("other-steps", f"{said}, although the gradients are equal: the optimizer steps differently")
+    return Finding("other-steps", f"{gist}, although the gradients are equal: the optimizer steps differently")
 
 
-def _of_buffers(said: str, comparison: Comparison, around: Surroundings) -> Finding:
+def _of_buffers(gist: str, comparison: Comparison, around: Surroundings) -> Finding:
     return Finding(
         "only-buffers",
-        f"{said}; gradients and weights are equal. Buffers have the statistics of one rank's rows: use "
+        f"{gist}; gradients and weights are equal. Buffers have the statistics of one rank's rows: use "
         "lockstep.local.SyncBatchNorm, "
         'or replicate(model, buffer_policy="mean")',
     )

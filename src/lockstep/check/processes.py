@@ -80,9 +80,9 @@ class Processes:
             record: JobRecord = torch.load(path, weights_only=False)  # written by this check
             return record
         logs = [log for log in (self._path(number, "log"), self._folder / "server.log") if log.exists()]
-        said = logs[0].read_text(errors="replace").strip()[-_SHOWN:] if logs else ""
+        output = logs[0].read_text(errors="replace").strip()[-_SHOWN:] if logs else ""
         how = f"ended with exit status {ended.read_text()}" if ended.exists() else "did not end in time"
-        return JobRecord(error=f"{said}\nthe process {how}".strip())
+        return JobRecord(error=f"{output}\nthe process {how}".strip())
 
     def _path(self, number: int, kind: str) -> Path:
         return self._folder / f"{number}.{kind}"

@@ -163,13 +163,13 @@ class RanksByStore(Ranks):
             bounded_store.set(together, json.dumps([[text, len(list(same))] for text, same in texts]))
         else:
             self._wait([together], what)
-        told = [(json.loads(text), count) for text, count in json.loads(bounded_store.get(together))]
+        pairs = [(json.loads(text), count) for text, count in json.loads(bounded_store.get(together))]
         with contextlib.suppress(CommunicationError):  # the answers are known
             bounded_store.delete(keys[self.rank])
             if self.rank == 0 and self._round:  # all have come to this round, and so have read the last one
                 bounded_store.delete(f"{self._round - 1} of all")
         self._round += 1
-        return [value for value, count in told for _ in range(count)]
+        return [value for value, count in pairs for _ in range(count)]
 
     def _keys(self) -> tuple[list[str], str]:
         """Return the keys of this round: of each rank's value, and of all together."""

@@ -88,9 +88,9 @@ class Snapshots:
         self._checked = True
         self._last = saving.number
         if every is None:
-            told = self._ranks.tell(list(self.pace.times()), "what a snapshot has cost")
+            times_of_ranks = self._ranks.tell(list(self.pace.times()), "what a snapshot has cost")
             # Whoever has come last has waited least for others, which they would have done in the next step anyway.
-            seconds, elapsed, step_seconds = (min(each) for each in zip(*told, strict=True))
+            seconds, elapsed, step_seconds = (min(each) for each in zip(*times_of_ranks, strict=True))
             self.pace.took(seconds, elapsed, step_seconds, at_most)
         return saving.number
 

@@ -302,8 +302,8 @@ class FailureChannel:
     def report(self, failure: Failure) -> None:
         """Write a failure, this rank's or another's, to the log, and tell all ranks; waits for the store."""
         first = self._log.append(failure)
-        told = {} if first == failure else {"first": first}
-        self.tell("failure", failure=failure, **told)
+        cause = {} if first == failure else {"first": first}
+        self.tell("failure", failure=failure, **cause)
         self._learn(failure, first)
 
     def tell(self, kind: str, **fields: Any) -> None:
@@ -407,10 +407,10 @@ class FailureChannel:
     def _neighbour_has_gone(self, connection: Connection) -> None:
         rank = connection.peer
         with self._changed:
-            told = rank in self.left or rank in self.ended
+            is_known = rank in self.left or rank in self.ended
             self.ended.add(rank)
             self._changed.notify_all()
-        if not told:
+        if not is_known:
             threading.Thread(
                 target=self._tell_of_loss, args=(rank, connection.loss), name="lockstep loss", daemon=True
             ).start()

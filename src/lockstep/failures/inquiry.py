@@ -177,12 +177,12 @@ class Inquirer:
         channel, ranks = self._channel, self._channel.global_ranks
         inquiry = self._answers.ask()
         self._answers.note(self._own(), inquiry)
-        told = self._answers.wait_for(inquiry, ranks, seconds / 2)
-        if silent := [rank for rank in ranks if rank not in told]:
+        answers = self._answers.wait_for(inquiry, ranks, seconds / 2)
+        if silent := [rank for rank in ranks if rank not in answers]:
             channel.tell("asked", inquiry=inquiry, ranks=silent)
             self._look_at(silent, inquiry)
-            told = self._answers.wait_for(inquiry, ranks, seconds / 2)
-        return [told.get(rank) or Whereabouts(rank, channel.places[rank].pid, answers=False) for rank in ranks]
+            answers = self._answers.wait_for(inquiry, ranks, seconds / 2)
+        return [answers.get(rank) or Whereabouts(rank, channel.places[rank].pid, answers=False) for rank in ranks]
 
     def _look_at(self, ranks: list[int], inquiry: str) -> None:
         """Answer for ranks of this host that cannot do it themselves."""

@@ -249,9 +249,9 @@ class Meeting:
         met, listener = (self._following, self._preceding), self._listener
         assert listener is not None
         for each in met:
-            told = self._known.get(_ADDRESS.format(each.peer)) or self._told_by(each.peer, _HOST) or {}
-            ip, port = told["door"]
-            each.place = Place(**{**told["place"], "ip": ip, "port": port})
+            address = self._known.get(_ADDRESS.format(each.peer)) or self._told_by(each.peer, _HOST) or {}
+            ip, port = address["door"]
+            each.place = Place(**{**address["place"], "ip": ip, "port": port})
         self._following = self._preceding = self._listener = None
         self._doors.remove(listener)
         return met, listener, self._own
@@ -285,22 +285,22 @@ class Meeting:
 
     def _write(self, key: str, listener: socket.socket) -> None:
         """Write the place of this rank, and where it listens."""
-        told = {"place": asdict(self._own), "door": listener.getsockname()[:2], "secret": self._secret}
-        self._bounded_store.set(key.format(self._rank), json.dumps(told))
+        address = {"place": asdict(self._own), "door": listener.getsockname()[:2], "secret": self._secret}
+        self._bounded_store.set(key.format(self._rank), json.dumps(address))
 
     def _told_by(self, rank: int, key: str) -> dict[str, Any] | None:
         name = key.format(rank)
-        if name not in self._known and (told := self._bounded_store.read(name)) is not None:
-            self._known[name] = json.loads(told)
+        if name not in self._known and (text := self._bounded_store.read(name)) is not None:
+            self._known[name] = json.loads(text)
         return self._known.get(name)
 
     def _connect_to_next(self) -> Connection | None:
-        told = self._told_by(self._next, _HOST)
-        if told is not None and told["place"]["host"] != self._own.host:
-            told = self._told_by(self._next, _ADDRESS)
-        if told is None:
+        address = self._told_by(self._next, _HOST)
+        if address is not None and address["place"]["host"] != self._own.host:
+            address = self._told_by(self._next, _ADDRESS)
+        if address is None:
             return None
-        where = tuple(told["door"])
+        where = tuple(address["door"])
         try:
             connected = socket.create_connection(where, timeout=CONNECT_SECONDS)
         except ConnectionRefusedError as error:
@@ -309,7 +309,7 @@ class Meeting:
             self._trouble = f"rank {self._next} cannot be reached at {where[0]}:{where[1]} ({error})"
             return None
         connection = Connection(connected, self._next, self._link_timeout)
-        connection.send(encoded({"rank": self._rank, "secret": told["secret"]}))
+        connection.send(encoded({"rank": self._rank, "secret": address["secret"]}))
         return connection
 
     def _listen(self) -> None:
@@ -352,22 +352,22 @@ class Meeting:
                 self._strangers.append(Connection(self._listener.accept()[0], self._previous, self._link_timeout))
         expected = encoded({"rank": self._previous, "secret": self._secret})
         for each in list(self._strangers):
-            said = each.unread()
-            if said or each.has_ended:
+            messages = each.unread()
+            if messages or each.has_ended:
                 self._strangers.remove(each)
-                if said and hmac.compare_digest(said.pop(0), expected):
+                if messages and hmac.compare_digest(messages.pop(0), expected):
                     return each
                 each.close()
         return None
 
     def _probe_previous(self) -> None:
         """Raise if the previous rank has come to this host, and is gone, though it has not connected."""
-        told = self._told_by(self._previous, _HOST)
-        if told is None or told["place"]["host"] != self._own.host or time.monotonic() < self._probe_at:
+        address = self._told_by(self._previous, _HOST)
+        if address is None or address["place"]["host"] != self._own.host or time.monotonic() < self._probe_at:
             return
         self._probe_at = time.monotonic() + PROBE_SECONDS
         try:
-            socket.create_connection(tuple(told["door"]), timeout=LOOK_SECONDS).close()
+            socket.create_connection(tuple(address["door"]), timeout=LOOK_SECONDS).close()
         except ConnectionRefusedError as error:
             self._preceding = self._accept_previous()  # it may have connected, and gone on, since
             if self._preceding is None:
@@ -387,8 +387,8 @@ class Meeting:
         """Return the error to raise where a neighbour was met, and is gone before the other one has come."""
         if neighbour.loss is None:
             return NotMetError(neighbour.peer, Kind.ENDED)
-        told = self._told_by(neighbour.peer, _HOST)
-        host = told["place"]["name"] if told is not None else ""
+        address = self._told_by(neighbour.peer, _HOST)
+        host = address["place"]["name"] if address is not None else ""
         gist = os.strerror(neighbour.loss.errno or 0)
         what = f"rank {self._rank}, on {self._own.name}, has lost the connection to its host {host} ({gist})"
         return NotMetError(neighbour.peer, Kind.UNREACHABLE, what)

@@ -43,9 +43,9 @@ def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> li
     """Return each group that modules are replicated over, once; without modules, ``group`` or the default group."""
     found: list[Group] = []
     for module in modules:
-        its = rounds_of(module, caller, _BY_ROUNDS).started_reducer.collectives.group
-        if not any(its is each for each in found):
-            found.append(its)
+        of_module = rounds_of(module, caller, _BY_ROUNDS).started_reducer.collectives.group
+        if not any(of_module is each for each in found):
+            found.append(of_module)
     if found and group is not None:
         raise OptionError(f"{caller}() got modules, and a group; the modules are replicated over groups of their own")
     return found or [needed_group(group)]

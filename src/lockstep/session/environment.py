@@ -163,12 +163,12 @@ def _agree(found: list[tuple[Launcher, Environment]]) -> bool:
 def _compare(variables: Mapping[str, str], found: list[tuple[Launcher, Environment]]) -> None:
     """Raise :class:`OptionError` if two launchers disagree, or a launcher and ``RANK`` or ``WORLD_SIZE``."""
     place = found[0][1]
-    said = [launcher.says(place) for launcher, place in found]
+    claims = [launcher.says(place) for launcher, place in found]
     by_name = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
     others = [f"{name} is {variables[name]}" for name in by_name if name in variables]
     if not _agree(found) or any(_number(variables, name, value) != value for name, value in by_name.items()):
         raise OptionError(
-            f"launchers disagree: {', '.join([*said, *others])}. Start the processes with one of them, or set "
+            f"launchers disagree: {', '.join([*claims, *others])}. Start the processes with one of them, or set "
             f"{', '.join(_NEEDED)} of each"
         )
 
@@ -213,12 +213,12 @@ def _name_of_launcher(launcher: Launcher, variables: Mapping[str, str]) -> str:
 
     It is the nearest ancestor that does not belong to this rank alone, as a shell in between does.
     """
-    told = {f"{name}={variables[name]}".encode() for name in (launcher.rank, launcher.world_size)}
+    wanted = {f"{name}={variables[name]}".encode() for name in (launcher.rank, launcher.world_size)}
     process = os.getppid()
     with contextlib.suppress(OSError):  # there is no /proc, or the process is another user's
         while True:
             parent, *_, start = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1:20]
-            if not told <= set(Path(f"/proc/{process}/environ").read_bytes().split(b"\0")):
+            if not wanted <= set(Path(f"/proc/{process}/environ").read_bytes().split(b"\0")):
                 return f"{process}-{start}"
             process = int(parent)
     return str(process)

@@ -151,7 +151,7 @@ def _store(environment: Environment, timeout: float) -> Any:
 def _resolve(environment: Environment, timeout: float) -> list[str]:
     """Return the addresses of the host at which the ranks meet; a new name may take a moment to be known."""
     limit = min(timeout, RESOLVE_SECONDS)
-    deadline, told = time.monotonic() + limit, False
+    deadline, has_warned = time.monotonic() + limit, False
     while True:
         try:
             return network.addresses_of_host(environment.address)
@@ -162,9 +162,9 @@ def _resolve(environment: Environment, timeout: float) -> list[str]:
                 raise CommunicationError(
                     f"{what}, not for {limit:g} s; give a name or an address of the host of rank 0 that this host knows"
                 ) from error
-            if not told:
+            if not has_warned:
                 _log.warning("%s; trying for %g s", what, limit)
-                told = True
+                has_warned = True
         time.sleep(CONNECT_SECONDS)
 
 

@@ -139,12 +139,12 @@ def check_same_options(options: Mapping[str, Any], rank: int, world: int, store:
         if rank == 0:
             bounded_store.set(key, json.dumps(own))
             return
-        told = bounded_store.wait_for([key], timeout, is_only_reader=world == 2)
-        if told is None:
+        values = bounded_store.wait_for([key], timeout, is_only_reader=world == 2)
+        if values is None:
             raise CommunicationError(
                 f"rank {rank}: rank 0 has not told its options within {timeout:g} s; look at what it is doing"
             )
-        of_rank_0 = json.loads(told[0])
+        of_rank_0 = json.loads(values[0])
     for name, theirs in of_rank_0.items():
         if own.get(name) != theirs:
             raise AgreementError(

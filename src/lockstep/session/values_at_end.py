@@ -45,10 +45,10 @@ class ValuesAtEnd:
         Nothing is compared if a rank has ended with an error, or without closing its session, and nothing that some
         rank does not have any more, or has in another dtype by now.
         """
-        told = self._told("digests")
-        if told is None or self._channel.knows_failure:
+        rows = self._told("digests")
+        if rows is None or self._channel.knows_failure:
             return
-        digests = [_by_key(row) for row in told]
+        digests = [_by_key(row) for row in rows]
         differing = {
             (key, number)
             for key, own in digests[0].items()
@@ -82,11 +82,11 @@ class ValuesAtEnd:
         self._say(value, what)
         until = time.monotonic() + ANSWER_SECONDS
         with self._changed:
-            while (told := self._told(what)) is None:
+            while (rows := self._told(what)) is None:
                 if self._channel.knows_failure or (left := until - time.monotonic()) <= 0:
                     raise CommunicationError(f"not all ranks have told their {what}")
                 self._changed.wait(min(left, 0.1))
-        return told
+        return rows
 
     def _say(self, value: Any, what: str) -> None:
         rank, text = self._channel.rank, json.dumps(value)
@@ -105,8 +105,8 @@ class ValuesAtEnd:
 
     def _told(self, what: str) -> list[Any] | None:
         """Return what all ranks have told; None if some have not."""
-        told = self._pieces.get(what, {})
-        texts = [told.get(rank, []) for rank in self._channel.global_ranks]
+        pieces = self._pieces.get(what, {})
+        texts = [pieces.get(rank, []) for rank in self._channel.global_ranks]
         return None if any(not each or each[-1] for each in texts) else [json.loads(each[0]) for each in texts]
 
 

@@ -285,7 +285,7 @@ class Watch:
             self._release(release)
             return
         last_words = last_words or self.last_words(error)
-        told = self._tell(channel, error)
+        raised = self._tell(channel, error)
         try:
             channel.announce_end(self._closed or error is not None)
             if self._inquirer is not None:
@@ -311,15 +311,15 @@ class Watch:
             channel.close()
             self._connections.close()
             self._left.set()
-        if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
-            told = channel.error()
-        if told is not None:
+        if raised is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
+            raised = channel.error()
+        if raised is not None:
             for note in getattr(error, "__notes__", ()):
-                told.add_note(note)
+                raised.add_note(note)
             (last_words or LastWords()).wait_for_launcher()
             end_soon()
             # The point at which this rank waited for the other one is of no interest; it is the __context__.
-            raise told from None
+            raise raised from None
 
     def _ends_with_others(self, channel: FailureChannel) -> bool:
         """Return True if a group is released only once all ranks do it: NCCL's waits for ranks that still need this

@@ -121,15 +121,15 @@ def _addresses(
     bounded_store: BoundedStore, rank: int, own: dict[str, str], global_ranks: Sequence[int], timeout: float
 ) -> list[dict[str, str]]:
     keys = [str(other) for other in range(len(global_ranks)) if other != rank]
-    told = bounded_store.wait_for(keys, timeout, is_only_reader=len(keys) == 1)
-    if told is None:
+    values = bounded_store.wait_for(keys, timeout, is_only_reader=len(keys) == 1)
+    if values is None:
         absent = ", ".join(
             str(name) for other, name in enumerate(global_ranks) if not bounded_store.check([str(other)])
         )
         raise CommunicationError(
             f"rank(s) {absent} did not come to the shm process group within {timeout:g} s; look at their errors"
         )
-    addresses = list(map(json.loads, told))
+    addresses = list(map(json.loads, values))
     addresses.insert(rank, own)
     for other, address in enumerate(addresses):
         if why := address.get("given_up"):
@@ -219,8 +219,8 @@ def _listens(address: dict[str, str]) -> bool:
 def _first_failure(bounded_store: BoundedStore, error: CommunicationError) -> CommunicationError:
     """Return the error of the first rank that gave up; the errors of the others follow from it."""
     with suppress(StoreLostError):
-        if (told := bounded_store.read(FAILURE_KEY)) is not None:
-            return CommunicationError(told)
+        if (failure := bounded_store.read(FAILURE_KEY)) is not None:
+            return CommunicationError(failure)
         bounded_store.set(FAILURE_KEY, str(error))
     return error
 

@@ -97,8 +97,8 @@ def _all_gather(data: bytes, what: str, collectives: Collectives) -> list[bytes]
 
 def _different(what: str, collectives: Collectives) -> AgreementError:
     """Return the error for ranks of which each gathers something else, such as a part of ``save`` and of ``resume``."""
-    told = _all_gather(what.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), what, collectives)
-    texts = [each.rstrip(b"\0").decode(errors="replace") for each in told]
+    gathered = _all_gather(what.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), what, collectives)
+    texts = [each.rstrip(b"\0").decode(errors="replace") for each in gathered]
     lines = [f"rank {rank}: {text}" for rank, text in zip(collectives.global_ranks, texts, strict=True)]
     return AgreementError(f"the ranks compare different things: {'; '.join(lines)}")
 
@@ -156,8 +156,8 @@ def check_same_on_all_ranks(
         raise AgreementError(f"rank {ranks[failed]} cannot replicate its module: {error}")
     other = first_differing(digests)
     if other is not None:
-        reference, its = objects_of([0, other], lines, what, collectives)
-        _raise_difference(reference, its, (ranks[0], ranks[other]))
+        reference, differing = objects_of([0, other], lines, what, collectives)
+        _raise_difference(reference, differing, (ranks[0], ranks[other]))
     return [each for _, *each in rows]
 
 

@@ -117,9 +117,9 @@ class CommonState:
     def adapt(self, verdict: Verdict) -> None:
         """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
         if self.plan.observes:
-            told = torch.tensor(self.plan.observed_order, dtype=torch.int64, device=self.collectives.device)
-            self.collectives.broadcast(told, "order of gradients").wait()
-            self.plan.rebuild(index for index in told.tolist() if verdict.uses(index))
+            order = torch.tensor(self.plan.observed_order, dtype=torch.int64, device=self.collectives.device)
+            self.collectives.broadcast(order, "order of gradients").wait()
+            self.plan.rebuild(index for index in order.tolist() if verdict.uses(index))
             self.plan_changes["the order of gradients is known"] += 1
         elif self.plan.adapt(verdict.late):
             self.plan_changes["gradients came that no bucket waited for"] += 1

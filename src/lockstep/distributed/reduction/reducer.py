@@ -145,24 +145,24 @@ class Reducer:
             self._steps.append(self._begin_step(this))
 
     def _begin_step(self, this: BackwardPass) -> Step:
-        own = self.rank_state
+        rank_state = self.rank_state
         if not this.adds:
-            return Step(this, GradientSnapshot(()), own.requires_sync)
-        captured = own.requires_sync and self.common.is_on_accelerator and is_capturing(self.common.device)
+            return Step(this, GradientSnapshot(()), rank_state.requires_sync)
+        captured = rank_state.requires_sync and self.common.is_on_accelerator and is_capturing(self.common.device)
         if captured and self.is_in_reach(this.reach):  # in the pass a stream might wait that must not: CUDA would raise
             self._check_alive()
         if not self._steps and self._members.look_for_retyped():  # else the pass around it has begun without
             self._leave_out_retyped()
-        changed = own.look_for_changes()
-        if own.contribution.weights:
-            own.contribution.check_gradients()
+        changed = rank_state.look_for_changes()
+        if rank_state.contribution.weights:
+            rank_state.contribution.check_gradients()
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
             check_optimizers(self._members.named)
-        step = Step(this, GradientSnapshot(parameters), own.requires_sync, changed and own.requires_sync)
+        step = Step(this, GradientSnapshot(parameters), rank_state.requires_sync, changed and rank_state.requires_sync)
         triggers: dict[int, Trigger] = {}
         # Else nothing leaves before the pass has ended, and the order of gradients is known.
-        if own.requires_sync and (self.common.modules.exclusive or self.common.plan.observes):
+        if rank_state.requires_sync and (self.common.modules.exclusive or self.common.plan.observes):
             if self._triggers_of is not self.common.buckets:  # the plan has changed since the last pass
                 self._choose_triggers()
             if self.common.plan.observes:
@@ -172,17 +172,17 @@ class Reducer:
             on = [(self.parameters[number].parameter, trigger) for number, trigger in triggers.items()]
             step.hooks = PassHooks(parameters, on)
             step.has_users_hooks = step.hooks.has_users
-        if own.padding_batch is not None:
+        if rank_state.padding_batch is not None:
             step.set_aside()
         return step
 
     def _begin_step_without_pass(self) -> Step:
-        own = self.rank_state
+        rank_state = self.rank_state
         if self._members.look_for_retyped():
             self._leave_out_retyped()
-        own.look_for_changes()  # the gradients of new parameters count, too
+        rank_state.look_for_changes()  # the gradients of new parameters count, too
         parameters = self._members.tracked
-        step = Step(None, GradientSnapshot(parameters), own.requires_sync)
+        step = Step(None, GradientSnapshot(parameters), rank_state.requires_sync)
         step.has_users_hooks = any(map(users_hooks_of, parameters))
         self._steps.append(step)
         return step
@@ -372,20 +372,20 @@ class Reducer:
 
     def _finalize_padding(self, part: Part) -> Sequence[Parameter]:
         """Finalize at a padding batch: contribute the gradients that were accumulated before it, if there are any."""
-        own = self.rank_state
+        rank_state = self.rank_state
         for step in self._steps:
             step.put_back()
-        if own.padding_batch is not None:
-            own.padding_batch.buffers.give_back()
-        something = own.contribution.is_something(self._members.added)
+        if rank_state.padding_batch is not None:
+            rank_state.padding_batch.buffers.give_back()
+        something = rank_state.contribution.is_something(self._members.added)
         if not something and part is Part.FULL:
             part = Part.PADDING
         # What it has accumulated before it ran out is reduced now, as the other ranks step next.
         try:
-            with nullcontext() if something else own.set_aside(self._is_kept):
+            with nullcontext() if something else rank_state.set_aside(self._is_kept):
                 return self._finish_without_gradient(part)
         finally:
-            own.keep_padding()
+            rank_state.keep_padding()
 
     def _finish_without_gradient(self, part: Part) -> Sequence[Parameter]:
         self._check_alive()

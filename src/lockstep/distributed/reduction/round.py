@@ -37,8 +37,8 @@ from lockstep.errors import AgreementError, CommunicationError, OptionError, Pee
 class Round:
     """Reduces the gradients of one backward pass, together with the same round of the other ranks."""
 
-    def __init__(self, number: int, common: CommonState, own: RankState, before: GradientSnapshot) -> None:
-        """``own``: what this rank has accumulated; ``before``: the gradients before the pass."""
+    def __init__(self, number: int, common: CommonState, rank_state: RankState, before: GradientSnapshot) -> None:
+        """``rank_state``: what this rank has accumulated; ``before``: the gradients before the pass."""
         self.number = number
         self.status: Status | None = None
         """What this rank says in the report, once backward has ended or failed."""
@@ -54,8 +54,8 @@ class Round:
         self.late: dict[int, None] = {}
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
         self._common = common
-        self._own = own
-        self._used = own.contribution.used
+        self._rank_state = rank_state
+        self._used = rank_state.contribution.used
         self._row = NOTHING  # in which the report travels
         self._behind = NOTHING  # what is behind the last bucket: the report, or small buffers alone
         self._statuses: GatheredStatuses | None = None  # asked for by this rank, which has failed
@@ -260,7 +260,7 @@ class Round:
         Returns the parameters that any rank has used, in an order that is the same on all, if ``lists_used``. Raises on
         every rank if the ranks were not in the same round.
         """
-        common, transport, own = self._common, self._common.transport, self._own
+        common, transport = self._common, self._common.transport
         report = transport.read(self._row)
         if report.sums is not None and self._names_ranks(report.sums):
             report = report._replace(statuses=self._wait_for_statuses(report.sums))
@@ -285,7 +285,7 @@ class Round:
         used = self._parameters_in_order(verdict, added) if lists_used else ()
         if verdict.changed:
             if common.renew():
-                own.renumber()
+                self._rank_state.renumber()
                 # The hook of a parameter that has left would step values which its successor may share (weight_norm).
                 there = {id(each.parameter) for each in common.parameters}
                 used = [parameter for parameter in used if id(parameter) in there]

@@ -69,8 +69,8 @@ class Step:
 
     def __repr__(self) -> str:
         facts = ("synchronises", "through_forward", "differs")
-        said = [name for name in facts if getattr(self, name)]
-        return f"Step({', '.join([*said, f'{len(self.came)} gradients', repr(self.round)])})"
+        named = [name for name in facts if getattr(self, name)]
+        return f"Step({', '.join([*named, f'{len(self.came)} gradients', repr(self.round)])})"
 
     @property
     def is_reached(self) -> bool:

@@ -267,11 +267,11 @@ class ReducerReplication(Replication):
     def accumulating(self, last: bool, weight: float | None) -> Iterator[None]:
         """See :func:`lockstep.loop.accumulate`."""
         with self._synchronising(last and self.requires_sync):
-            own = self.started_reducer.rank_state
+            rank_state = self.started_reducer.rank_state
             self._check_in_charge("accumulate()")
             if not last:
                 self.started_reducer.decisions.note_new_step()
-            with nullcontext() if weight is None else own.weighing(weight):
+            with nullcontext() if weight is None else rank_state.weighing(weight):
                 yield
 
     @torch.inference_mode(False)

@@ -163,8 +163,8 @@ def _dense(
 
 def _check_all(failure: Exception | None, collectives: Collectives) -> None:
     """Raise on every rank if any rank has a failure."""
-    said = FAILURE.encode(failure is not None, collectives.rank)
-    failed = torch.tensor(list(said), dtype=torch.int64).to(collectives.device)
+    encoded = FAILURE.encode(failure is not None, collectives.rank)
+    failed = torch.tensor(list(encoded), dtype=torch.int64).to(collectives.device)
     collectives.all_reduce(failed, "whether each rank has its late gradients").wait()
     if failure is not None:
         raise failure

@@ -46,7 +46,7 @@ class Loop:
         self.looks_ahead = looks_ahead
         self.batch = _Batch()
         """The current batch."""
-        self.said = LoopVerdict()
+        self.verdict = LoopVerdict()
         """The report of the last round."""
         self._active: _Active | None = None  # None before the first batch
         self._ended = 0  # number of ranks of which it is known that they have no batch after the last round's
@@ -57,15 +57,15 @@ class Loop:
         known = self._active if self.looks_ahead else None
         self._active = _Active(active, active) if known is None else _Active(known.next, known.next)
 
-    def update(self, said: LoopVerdict, aborted: bool, is_over: bool) -> None:
+    def update(self, verdict: LoopVerdict, aborted: bool, is_over: bool) -> None:
         """Take over a report: see :meth:`Decisions.update`; ``is_over``: the loop is at a later batch now."""
-        self.said = said
+        self.verdict = verdict
         if self.looks_ahead and self._active is not None:
-            going_on = said.going_on if self.needs_names(said.ends, said.all_end) else self._active.next
+            going_on = verdict.going_on if self.needs_names(verdict.ends, verdict.all_end) else self._active.next
             self._active = _Active(going_on if is_over else self._active.now, going_on)
-            self._ended = said.ends
+            self._ended = verdict.ends
         if not aborted:
-            self.note(skipped=said.skipped, failed=False, raised=False)
+            self.note(skipped=verdict.skipped, failed=False, raised=False)
 
     def needs_names(self, ends: int, all_end: bool) -> bool:
         """Return True if it is to be known which ranks have no batch after this one, now that ``ends`` have none."""
@@ -214,14 +214,14 @@ class Decisions:
 
     # ------------------------------------------------------------------------------ what all ranks have said
 
-    def update(self, said: LoopVerdict, batch: int, loop: Loop | None = None, aborted: bool = False) -> None:
+    def update(self, verdict: LoopVerdict, batch: int, loop: Loop | None = None, aborted: bool = False) -> None:
         """Take over the report of a round at batch number ``batch``.
 
         ``loop``: the loop of the round, which may have ended; None: the innermost. ``aborted``: this rank has aborted
         the round, and knows the state of the batch already.
         """
-        self._stops = said.stops
-        (loop or self.innermost).update(said, aborted, batch != self.batch)
+        self._stops = verdict.stops
+        (loop or self.innermost).update(verdict, aborted, batch != self.batch)
 
     def note_failure(self, *, at_backward: bool = True) -> None:
         """Note that the round of this batch ends with an error on all ranks, because of a failed backward or not."""
@@ -255,8 +255,8 @@ class Decisions:
     @property
     def is_default(self) -> bool:
         """True if a report without news would change nothing in this state."""
-        batch, said = self.innermost.batch, self.innermost.said
-        return not (self._stops or batch.skipped or batch.failed or batch.raised or said.some_end or said.all_end)
+        batch, verdict = self.innermost.batch, self.innermost.verdict
+        return not (self._stops or batch.skipped or batch.failed or batch.raised or verdict.some_end or verdict.all_end)
 
     @property
     def has_failed(self) -> bool:
@@ -267,7 +267,7 @@ class Decisions:
     def active(self) -> list[int] | None:
         """The group ranks that have a batch in all loops; None if all have. The same on all ranks after each report."""
         for loop in self._loops:
-            if loop.batch.uneven or loop.said.some_end:  # some rank may have run out of batches
+            if loop.batch.uneven or loop.verdict.some_end:  # some rank may have run out of batches
                 break
         else:
             return None
@@ -293,7 +293,7 @@ class Decisions:
     def all_have_ended(self) -> bool:
         """True if no rank has a batch after the one of the last round; waits as :attr:`should_stop` does."""
         self._finish_aborted()
-        return self.innermost.said.all_end
+        return self.innermost.verdict.all_end
 
 
 def decisions_of(group: Group) -> Decisions:

@@ -204,8 +204,8 @@ def decode(places: Sequence[float]) -> Sums:
     """Return what all ranks have written together, by place."""
     totals, differing = ROW.decode(places)
     drift = {"numbers", "values"}
-    said = Sums(**totals, differ=not differing <= drift, drift=not drift.isdisjoint(differing))
-    return said._replace(weight=said.weight / _WEIGHT_UNIT if said.weighted else 0.0)
+    sums = Sums(**totals, differ=not differing <= drift, drift=not drift.isdisjoint(differing))
+    return sums._replace(weight=sums.weight / _WEIGHT_UNIT if sums.weighted else 0.0)
 
 
 def sums_of(statuses: Sequence[Status]) -> Sums:
@@ -281,15 +281,15 @@ class ReportLayout:
         self._own, self._sum = _elements(1, dtype), _elements(world, dtype)
         self._used: dict[bytes, _Written] = {}
         self._steady: dict[tuple[Any, ...], _Written] = {}
-        self._said: tuple[Any, ...] = ()  # the last status but for its counts
+        self._facts: tuple[Any, ...] = ()  # the last status but for its counts
         self._behind = self._written(b"")  # what stands behind the counts then
         self._usual: tuple[bytes, RoundReport] | None = None  # the row in the usual case, and what it says
 
     def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: Status) -> None:
         """Write this rank's row of ``numel`` elements, except the buffers."""
-        said = status[_AFTER_COUNTS:]
-        if said != self._said:
-            self._said, self._behind = said, self._written_behind(status)
+        facts = status[_AFTER_COUNTS:]
+        if facts != self._facts:
+            self._facts, self._behind = facts, self._written_behind(status)
         counts = _IN_BYTES(*status[:_AFTER_COUNTS])
         with_grads = bytes(used)
         first = self._used.get(with_grads)
@@ -313,10 +313,10 @@ class ReportLayout:
             row[: self.packed_buffers.start].copy_(numbers, non_blocking=True)
 
     def _written_behind(self, status: Status) -> _Written:
-        said = *status[_AFTER_COUNTS:-2], status.numbers > 0, status.values > 0
-        steady = self._steady.get(said)
+        facts = *status[_AFTER_COUNTS:-2], status.numbers > 0, status.values > 0
+        steady = self._steady.get(facts)
         if steady is None:
-            steady = _keep(self._steady, said, self._written(_STEADY.encode(status, self._rank)))
+            steady = _keep(self._steady, facts, self._written(_STEADY.encode(status, self._rank)))
         digests = _DIGESTS.number(status, self._rank).to_bytes(_DIGESTS.size // 8, "big")
         return _Written(self._own.of_bytes(digests) + steady.own, self._sum.of_bytes(digests) + steady.alike, _ALL_USED)
 
@@ -331,13 +331,13 @@ class ReportLayout:
             alike, report = self._usual
             if string_at(head.data_ptr(), len(alike)) == alike:  # in nearly every round
                 return report
-        said = head.tolist()
-        used_by, late_on = said[: self._parameters], said[self._late : self._status]
+        numbers = head.tolist()
+        used_by, late_on = numbers[: self._parameters], numbers[self._late : self._status]
         report = RoundReport(
             used=[count > 0 for count in used_by] if 0 in used_by else None,
             late=[index for index, count in enumerate(late_on) if count] if any(late_on) else (),
         )
-        sums = decode(said[self._status :])
+        sums = decode(numbers[self._status :])
         is_usual = self._usual is not None and not (report.late or sums.name_ranks or sums.padding or sums.joined)
         is_usual = is_usual and not (sums.stops or sums.ends or sums.changed or sums.weighted or sums.drift)
         is_usual = is_usual and sums.with_values in (0, sums.ranks)

@@ -105,9 +105,9 @@ def judge(report: RoundReport, rank: int, ranks: Sequence[int], divisor: float) 
     rules = _ALWAYS if sums.skips else (*_ALWAYS, *_COUNTING)
     warning = ""
     if statuses:
-        said = _Said(_columns(statuses), statuses[rank], ranks[rank], ranks)
-        error = _find_error(said, rules)
-        warning = "" if error or sums.skips else _forwards_left_out(said)
+        case = _Case(_columns(statuses), statuses[rank], ranks[rank], ranks)
+        error = _find_error(case, rules)
+        warning = "" if error or sums.skips else _forwards_left_out(case)
     else:
         error = _failed_and_left(sums, rank, ranks) if sums.failed else None
     return Verdict(
@@ -151,7 +151,7 @@ def _factor(sums: Sums, statuses: Sequence[Status], divisor: float) -> float:
     return divisor / active if 0 < active < sums.ranks else 1.0
 
 
-class _Said(NamedTuple):
+class _Case(NamedTuple):
     """The input of a rule."""
 
     all_of: Any
@@ -163,20 +163,20 @@ class _Said(NamedTuple):
     """The numbers of all ranks in messages."""
 
 
-def _find_error(said: _Said, rules: "Sequence[_Rule]") -> Refusal | None:
+def _find_error(case: _Case, rules: "Sequence[_Rule]") -> Refusal | None:
     for kind, rule in rules:
-        message = rule(said)
+        message = rule(case)
         if message:
             return Refusal(kind, message)
     return None
 
 
-def _backward_failed(said: _Said) -> str:
-    if Part.FAILED not in said.all_of.part:
+def _backward_failed(case: _Case) -> str:
+    if Part.FAILED not in case.all_of.part:
         return ""
-    other = said.ranks[said.all_of.part.index(Part.FAILED)]
+    other = case.ranks[case.all_of.part.index(Part.FAILED)]
     return (
-        f"rank {said.me}: backward failed on rank {other} in round {said.own.round}; that rank's own error says why. "
+        f"rank {case.me}: backward failed on rank {other} in round {case.own.round}; that rank's own error says why. "
         f"{NOT_HANDED_OUT}"
     )
 
@@ -188,40 +188,40 @@ def _failed_and_left(sums: Sums, rank: int, ranks: Sequence[int]) -> Refusal:
     return Refusal(PeerError, message)
 
 
-def _in_other_rounds(said: _Said) -> str:
-    other, ahead = _first_other(said.all_of.round, said.own.round)
+def _in_other_rounds(case: _Case) -> str:
+    other, ahead = _first_other(case.all_of.round, case.own.round)
     if not ahead:
         return ""
     distance = f"{ahead} ahead" if ahead > 0 else f"{-ahead} behind"
     return (
-        f"rank {said.me} is in its synchronised backward number {said.own.round}, but rank {said.ranks[other]} is "
+        f"rank {case.me} is in its synchronised backward number {case.own.round}, but rank {case.ranks[other]} is "
         f"{distance}: ranks have not run the same number of them, and gradients of different steps would be mixed. Let "
         "every rank run backward for every batch, or use join()"
     )
 
 
-def _at_other_batches(said: _Said) -> str:
-    other, ahead = _first_other(said.all_of.batch, said.own.batch)
+def _at_other_batches(case: _Case) -> str:
+    other, ahead = _first_other(case.all_of.batch, case.own.batch)
     if not ahead:
         return ""
     distance = f"{ahead} ahead of" if ahead > 0 else f"{-ahead} behind"
-    if Part.SKIPS in said.all_of.part:
-        skipping = said.ranks[said.all_of.part.index(Part.SKIPS)]
+    if Part.SKIPS in case.all_of.part:
+        skipping = case.ranks[case.all_of.part.index(Part.SKIPS)]
         return (
-            f"rank {said.me}: rank {said.ranks[other]} is {distance} this rank in the batches of its loop, in round "
-            f"{said.own.round}, and rank {skipping} leaves out its batch. {NOT_HANDED_OUT}. If a step has several "
+            f"rank {case.me}: rank {case.ranks[other]} is {distance} this rank in the batches of its loop, in round "
+            f"{case.own.round}, and rank {skipping} leaves out its batch. {NOT_HANDED_OUT}. If a step has several "
             "batches, call skip_batch(), or use skip_on(), inside accumulate() or no_sync(), so that the batch that "
             "synchronises tells the others"
         )
     if abs(ahead) >= BATCHES_OF_A_LOOP // 2:
         return (
-            f"rank {said.me}: rank {said.ranks[other]} is in another loop over lockstep.batches(), or in none, in "
-            f"round {said.own.round}, and gradients of different batches would be mixed. {NOT_HANDED_OUT}. Let all "
+            f"rank {case.me}: rank {case.ranks[other]} is in another loop over lockstep.batches(), or in none, in "
+            f"round {case.own.round}, and gradients of different batches would be mixed. {NOT_HANDED_OUT}. Let all "
             "ranks begin and leave their loops together"
         )
     return (
-        f"rank {said.me}: rank {said.ranks[other]} is {distance} this rank in the batches of its loop, in round "
-        f"{said.own.round}: a rank has gone on with its next batch without a backward that synchronises for the last "
+        f"rank {case.me}: rank {case.ranks[other]} is {distance} this rank in the batches of its loop, in round "
+        f"{case.own.round}: a rank has gone on with its next batch without a backward that synchronises for the last "
         "one (an error that it has caught, `continue`, an accumulate(last=) that is True at another batch: the length "
         "of lockstep.batches() is the same on all ranks, that of a loader is not), and gradients of different batches "
         "would be mixed. "
@@ -237,34 +237,34 @@ def _first_other(numbers: Sequence[int], own: int) -> tuple[int, int]:
     return next((rank, number - own) for rank, number in enumerate(numbers) if number != own)
 
 
-def _in_other_passes(said: _Said) -> str:
+def _in_other_passes(case: _Case) -> str:
     """Compare the passes of ranks that ran one. Ranks that have left out other forwards may have only looked at what
     the module gives: it is an error if optimizers have made other steps as well."""
-    found = _find_passes(said, _other_calls)
+    found = _find_passes(case, _other_calls)
     has_other_calls = found is not None
-    if found is None and len({*said.all_of.steps} - {UNKNOWN_STEPS}) > 1:
-        found = _find_passes(said, _other_forwards)
+    if found is None and len({*case.all_of.steps} - {UNKNOWN_STEPS}) > 1:
+        found = _find_passes(case, _other_forwards)
     if found is None:
         return ""
     one, other, difference = found
-    called = said.all_of.called[one] | said.all_of.called[other]
+    called = case.all_of.called[one] | case.all_of.called[other]
     in_both_modes = has_other_calls and all(called & mode.value for mode in _MODES)
     train = "If one rank has evaluated the module, call model.train() there after it. " if in_both_modes else ""
     return (
-        f"rank {said.me}: ranks {said.ranks[one]} and {said.ranks[other]} are not in the same backward pass (number "
-        f"{said.own.round} that synchronises): {difference}. {NOT_HANDED_OUT}. {train}Let every rank "
+        f"rank {case.me}: ranks {case.ranks[one]} and {case.ranks[other]} are not in the same backward pass (number "
+        f"{case.own.round} that synchronises): {difference}. {NOT_HANDED_OUT}. {train}Let every rank "
         "run the same backward passes; put one that is for one rank alone under no_sync(), or take its "
         "gradients with torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
     )
 
 
-def _forwards_left_out(said: _Said) -> str:
+def _forwards_left_out(case: _Case) -> str:
     """Return what is to be thought of ranks that have left out other forwards, and are in step otherwise."""
-    found = None if any(said.all_of.weighted) else _find_passes(said, _other_forwards)
+    found = None if any(case.all_of.weighted) else _find_passes(case, _other_forwards)
     if found is None:
         return ""
     return (
-        f"rank {said.me}: {found[2]}. If it was a forward for a log, or an evaluation, nothing is wrong: put it under "
+        f"rank {case.me}: {found[2]}. If it was a forward for a log, or an evaluation, nothing is wrong: put it under "
         "torch.no_grad(). If a rank has skipped a batch after its forward (a loss that is not finite, an error that it "
         "has caught, `continue`), the ranks are at different batches now, and it will end before the others: call "
         "lockstep.loop.skip_batch() in its place, or iterate over lockstep.batches(). This is said once"
@@ -274,15 +274,15 @@ def _forwards_left_out(said: _Said) -> str:
 _Pass = tuple[int, int, int]
 
 
-def _find_passes(said: _Said, differ: Callable[[_Pass, _Pass], str]) -> tuple[int, int, str] | None:
+def _find_passes(case: _Case, differ: Callable[[_Pass, _Pass], str]) -> tuple[int, int, str] | None:
     """Return the first two ranks of the group whose passes differ, and the difference in words."""
-    passes = list(zip(said.all_of.called, said.all_of.through, said.all_of.unused_forwards, strict=True))
+    passes = list(zip(case.all_of.called, case.all_of.through, case.all_of.unused_forwards, strict=True))
     kinds = [each for each in dict.fromkeys(passes) if each[0]]
     for place, theirs in enumerate(kinds):
         for those in kinds[:place]:
             if difference := differ(those, theirs):
                 one, other = passes.index(those), passes.index(theirs)
-                return one, other, difference.format(said.ranks[one], said.ranks[other])
+                return one, other, difference.format(case.ranks[one], case.ranks[other])
     return None
 
 
@@ -316,15 +316,15 @@ def _count(forwards: int) -> str:
     return f"{forwards or 'no'} forward{'s' if forwards != 1 else ''}"
 
 
-def _at_other_steps(said: _Said) -> str:
+def _at_other_steps(case: _Case) -> str:
     """Compare the steps of optimizers on ranks that know how many there were."""
-    counts = [(rank, n) for rank, n in zip(said.ranks, said.all_of.steps, strict=True) if n != UNKNOWN_STEPS]
+    counts = [(rank, n) for rank, n in zip(case.ranks, case.all_of.steps, strict=True) if n != UNKNOWN_STEPS]
     fewest, most = min(counts, key=_second, default=(0, 0)), max(counts, key=_second, default=(0, 0))
     if fewest[1] == most[1]:
         return ""
     return (
-        f"rank {said.me}: ranks {fewest[0]} and {most[0]} are not in the same step of the training: since their last "
-        f"synchronised backward (number {said.own.round - 1}), optimizers have made {_steps(fewest[1])} on this "
+        f"rank {case.me}: ranks {fewest[0]} and {most[0]} are not in the same step of the training: since their last "
+        f"synchronised backward (number {case.own.round - 1}), optimizers have made {_steps(fewest[1])} on this "
         f"module's parameters on rank {fewest[0]}, and {_steps(most[1])} on rank {most[0]}. Rank {fewest[0]} has run "
         f"one backward more, or one step less, and gradients of different steps would be mixed. {NOT_HANDED_OUT}. Let "
         "every rank run the same backward passes and steps; put a backward that is for one rank alone under no_sync(), "
@@ -340,19 +340,19 @@ def _steps(count: int) -> str:
     return f"{number} step{'s' if count != 1 else ''}"
 
 
-def _without_weight(said: _Said) -> str:
-    if not any(said.all_of.weighted):
+def _without_weight(case: _Case) -> str:
+    if not any(case.all_of.weighted):
         return ""
-    for other, part, weighted in zip(said.ranks, said.all_of.part, said.all_of.weighted, strict=True):
+    for other, part, weighted in zip(case.ranks, case.all_of.part, case.all_of.weighted, strict=True):
         if not weighted and part not in (Part.PADDING, Part.JOINED):
             return (
-                f"rank {other} gave no weight in round {said.own.round}, others did; give one on every rank, 0 where "
+                f"rank {other} gave no weight in round {case.own.round}, others did; give one on every rank, 0 where "
                 "there is nothing to count"
             )
     return ""
 
 
-_Rule = tuple[type[PeerError | OptionError], Callable[[_Said], str]]
+_Rule = tuple[type[PeerError | OptionError], Callable[[_Case], str]]
 _ALWAYS: Sequence[_Rule] = (
     (PeerError, _backward_failed),
     (PeerError, _in_other_rounds),
