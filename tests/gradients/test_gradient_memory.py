@@ -20,50 +20,37 @@ pytestmark = [
 SIDES = {"memory that is kept": 4, "memory that is left to the gradients": 96, "a bucket of its own": 130}
 
 
-def other_data(module):
-    for p in module.parameters():
-        p.grad.data = p.grad.data * 2
+def double(grad):
+    return grad * 2
 
 
-def other_data_of_one(module):
-    module[0].grad.data = module[0].grad.data * 2
+def detached(grad):
+    return grad.detach()
 
 
-def other_object(module):
-    for p in module.parameters():
-        p.grad = p.grad.detach()
+def set_data(change, *parameters):
+    """Gives the gradients other memory; the objects stay."""
+    for p in parameters:
+        p.grad.data = change(p.grad.data)
 
 
-def other_gradient(module):
-    for p in module.parameters():
-        p.grad = p.grad * 2
+def set_gradients(change, *parameters):
+    for p in parameters:
+        p.grad = change(p.grad)
 
 
-def transposed_data(module):
-    module[0].grad.data = module[0].grad.data.t()
-
-
-def transposed_by_somebody_who_kept_it(module):
+def drop_and_set_data(change, module):
+    """Changes the memory of a gradient that somebody has kept, and the module has no more."""
     kept = module[0].grad
     module.zero_grad()
-    kept.data = kept.data.t()
+    kept.data = change(kept.data)
 
 
-def moved_by_somebody_who_kept_it(module):
-    kept = module[0].grad
-    module.zero_grad()
-    kept.data = kept.data * 2
-
-
-def transposed(module):
-    module[0].grad = module[0].grad.t()
-
-
-def exchanged(module):
+def exchange_gradients(module):
     module[0].grad, module[1].grad = module[1].grad, module[0].grad
 
 
-def exchanged_data(module):
+def exchange_data(module):
     first, second = module[0].grad.data, module[1].grad.data
     module[0].grad.data, module[1].grad.data = second, first
 
@@ -76,31 +63,27 @@ def one_flat_tensor(module):
         grad.data = part.view_as(grad)
 
 
-CHANGES = [
-    other_data,
-    other_data_of_one,
-    other_object,
-    other_gradient,
-    transposed_data,
-    transposed_by_somebody_who_kept_it,
-    moved_by_somebody_who_kept_it,
-    transposed,
-    exchanged,
-    exchanged_data,
-    one_flat_tensor,
-]
+CHANGES = {
+    "other data": lambda module: set_data(double, *module),
+    "other data of one": lambda module: set_data(double, module[0]),
+    "transposed data": lambda module: set_data(torch.t, module[0]),
+    "other objects": lambda module: set_gradients(detached, *module),
+    "other gradients": lambda module: set_gradients(double, *module),
+    "transposed": lambda module: set_gradients(torch.t, module[0]),
+    "moved by somebody who kept it": lambda module: drop_and_set_data(double, module),
+    "transposed by somebody who kept it": lambda module: drop_and_set_data(torch.t, module),
+    "exchanged": exchange_gradients,
+    "exchanged data": exchange_data,
+    "one flat tensor": one_flat_tensor,
+    "none": lambda module: None,
+}
 
 
-def keep(module):
-    """The next backward adds to what is there."""
-
-
-def to_none(module):
-    module.zero_grad()
-
-
-def to_zero(module):
-    module.zero_grad(set_to_none=False)
+CLEARS = {
+    "kept": lambda module: None,  # the next backward adds to what is there
+    "to none": lambda module: module.zero_grad(),
+    "to zero": lambda module: module.zero_grad(set_to_none=False),
+}
 
 
 def square(side):
@@ -111,11 +94,11 @@ def same_gradients(module, reference):
     torch.testing.assert_close([p.grad for p in module], [p.grad for p in reference])
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
 def test_gradients_that_were_given_other_memory_are_synchronised(rank, change):
     """Gradients that differ from place to place, beside one process."""
-    for side, clear in itertools.product(SIDES.values(), (keep, to_none, to_zero)):
+    for side, clear in itertools.product(SIDES.values(), CLEARS.values()):
         module = replicated(rank, lambda side=side: square(side))
         reference = copy.deepcopy(module)
         pattern = torch.arange(float(side * side)).view(side, side) % 7
@@ -127,12 +110,12 @@ def test_gradients_that_were_given_other_memory_are_synchronised(rank, change):
             (reference[0] * pattern * (0.5 + step) + reference[1] * pattern * 0.5).sum().backward()
             same_gradients(module.parameters(), reference.parameters())
             if step in (1, 2):
-                change(module)
-                change(reference)
+                CHANGES[change](module)
+                CHANGES[change](reference)
 
 
 @pytest.mark.parametrize("channels", [8, 400], ids=["small", "large"])
-@pytest.mark.parametrize("clear", [keep, to_none, to_zero], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("clear", CLEARS)
 @on_ranks(2)
 def test_another_memory_format_while_there_are_gradients(rank, clear, channels):
     """`Module.to` gives existing gradients other memory, and keeps the objects."""
@@ -140,8 +123,8 @@ def test_another_memory_format_while_there_are_gradients(rank, clear, channels):
     reference = copy.deepcopy(module)
     for step in range(4):
         if step:
-            clear(module)
-            clear(reference)
+            CLEARS[clear](module)
+            CLEARS[clear](reference)
         x = torch.randn(2, channels, 4, 4, generator=torch.Generator().manual_seed(step))
         module(x[rank.rank : rank.rank + 1]).sum().backward()
         (reference(x).sum() / 2).backward()
@@ -150,13 +133,13 @@ def test_another_memory_format_while_there_are_gradients(rank, clear, channels):
             each.to(memory_format=torch.channels_last if step % 2 else torch.contiguous_format)
 
 
-@pytest.mark.parametrize("change", [other_data, other_object, exchanged, keep], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("change", ["other data", "other objects", "exchanged", "none"])
 @on_ranks(2)
 def test_a_gradient_of_a_parameter_that_is_not_used_stays_wherever_it_lies(rank, change):
     """What it holds stays as it is."""
     module = replicated(rank, lambda: square(4))
     sum((p * (rank.rank + 1.0)).sum() for p in module).backward()
-    change(module)
+    CHANGES[change](module)
     before = module[1].grad.clone()
     for _ in range(2):
         module[0].grad = None
