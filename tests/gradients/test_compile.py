@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from ddp_reference import failure, gradients
+from ddp_reference import gradients
 from lockstep.errors import PeerError
-from processes import run_processes
+from processes import on_processes
 
 KINDS = [("replicate", "eager"), ("wrapper", "aot_eager")]
 
@@ -118,23 +118,6 @@ def assert_same(got, wanted, what):
         )
 
 
-def compare(rank, name, backend, places):
-    """Trains compiled in each place beside not compiled; how many graphs there were in each."""
-    allow_warnings()
-    plain = rank.make(Network)
-    wanted = train(rank, WAYS[name](copy.deepcopy(plain)))
-    graphs = {}
-    for place in (place for place in PLACES if place.__name__ in places):
-        torch._dynamo.reset()
-        counters.clear()
-        model = place(WAYS[name], copy.deepcopy(plain), backend=backend, fullgraph=True)
-        assert_same(train(rank, model), wanted, f"{name}, {backend}, {place.__name__}")
-        lockstep.check_in_sync(model)
-        graphs[place.__name__] = counters["stats"]["unique_graphs"]
-        assert not counters["graph_break"]
-    return graphs
-
-
 ALL_PLACES = [place.__name__ for place in PLACES]
 SOME_PLACES = ["method_after", "blocks"]  # of the wrapper in others: beside the reference, below
 
@@ -147,32 +130,37 @@ SOME_PLACES = ["method_after", "blocks"]  # of the wrapper in others: beside the
         pytest.param(*KINDS[1], [place for place in ALL_PLACES if place not in SOME_PLACES], marks=pytest.mark.soak),
     ],
 )
-def test_compiled_before_after_and_inside_as_one_graph(name, backend, places):
+@on_processes(2)
+def test_compiled_before_after_and_inside_as_one_graph(rank, name, backend, places):
     """Nothing of ours breaks the graph, or has it made anew: with and without the extra block is all there is."""
-    with_extra, without = run_processes(2, compare, name, backend, places)
-    assert with_extra == dict.fromkeys(places, 2)
-    assert without == {place: 2 if place == "blocks" else 1 for place in places}  # two blocks, each on its own
-
-
-def compare_with_torch(rank):
-    """Return what the reference gives, compiled in the same places where it can be: it breaks the graph after
-    wrapping."""
+    allow_warnings()
     plain = rank.make(Network)
-    options = {"backend": "eager"}
-    refused = failure(lambda: WAYS["torch"](copy.deepcopy(plain)).compile(fullgraph=True, **options))
+    wanted = train(rank, WAYS[name](copy.deepcopy(plain)))
+    graphs = {}
+    for place in (place for place in PLACES if place.__name__ in places):
+        torch._dynamo.reset()
+        counters.clear()
+        model = place(WAYS[name], copy.deepcopy(plain), backend=backend, fullgraph=True)
+        assert_same(train(rank, model), wanted, f"{name}, {backend}, {place.__name__}")
+        lockstep.check_in_sync(model)
+        graphs[place.__name__] = counters["stats"]["unique_graphs"]
+        assert not counters["graph_break"]
+    # Rank 0 has used the extra block. Two blocks are compiled each on its own.
+    assert graphs == {place: 2 if place == "blocks" or rank.rank == 0 else 1 for place in places}
+
+
+@on_processes(2)
+def test_the_reference_compiled_in_the_same_places_has_the_same_gradients(rank):
+    """Where it can be: it breaks the graph after wrapping."""
+    plain = rank.make(Network)
     for place in (before, method_before, after):
         torch._dynamo.reset()
-        models = [place(WAYS[name], copy.deepcopy(plain), **options) for name in ("torch", "wrapper")]
+        models = [place(WAYS[name], copy.deepcopy(plain), backend="eager") for name in ("torch", "wrapper")]
         for step in range(3):
             for model in models:
                 model.zero_grad()
                 model(inputs(rank, step), extra=True).square().mean().backward()
             torch.testing.assert_close(*map(gradients, models), rtol=0, atol=0)
-    return refused
-
-
-def test_the_reference_compiled_in_the_same_places_has_the_same_gradients():
-    run_processes(2, compare_with_torch)
 
 
 # ------------------------------------------------------------------------------- compiled backward
@@ -191,7 +179,9 @@ def whole_step(model, x, extra):
     model(x, extra=extra).square().mean().backward()
 
 
-def compile_backward(rank, name, backend, fullgraph):
+@pytest.mark.parametrize(("name", "backend", "fullgraph"), [(*KINDS[0], True), (*KINDS[1], False)])
+@on_processes(2)
+def test_compiled_autograd(rank, name, backend, fullgraph):
     """Backward becomes one graph, or several; the hooks of parameters wait in it for the end, as they do without it."""
     allow_warnings()
     plain = rank.make(Network)
@@ -205,17 +195,15 @@ def compile_backward(rank, name, backend, fullgraph):
     got = train(rank, model, lambda: compiled_autograd._enable(compiler))
     assert_same(got, wanted, f"compiled autograd, fullgraph {fullgraph}")
     torch.testing.assert_close(held, [each[2] for step, each in enumerate(got) if step != 1])  # not under no_sync
-    assert (
-        counters["compiled_autograd"]["captures"] == 4 - rank.rank
-    )  # observed, alone, on top of others, with the extra block
+    # Observed, alone, on top of others, with the extra block.
+    assert counters["compiled_autograd"]["captures"] == 4 - rank.rank
     assert not (fullgraph and counters["graph_break"])
 
     fail = WAYS[name](copy.deepcopy(plain))  # an error in the compiled backward of one rank reaches the others
     loss = fail(inputs(rank, 0)).square().mean()
     if rank.rank == 0:
-        fail.get_parameter(next(n for n, _ in fail.named_parameters())).register_hook(raises)
-    kind = RuntimeError if rank.rank == 0 else PeerError
-    message = "a hook fails" if rank.rank == 0 else "failed on"
+        next(fail.parameters()).register_hook(raises)
+    kind, message = (PeerError, "failed on") if rank.rank else (RuntimeError, "a hook fails")
     with pytest.raises(kind, match=message), compiled_autograd._enable(compiler):
         loss.backward()
     fail.zero_grad()
@@ -225,12 +213,8 @@ def raises(grad):
     raise RuntimeError("a hook fails")
 
 
-@pytest.mark.parametrize(("name", "backend", "fullgraph"), [(*KINDS[0], True), (*KINDS[1], False)])
-def test_compiled_autograd(name, backend, fullgraph):
-    run_processes(2, compile_backward, name, backend, fullgraph)
-
-
-def compile_whole_steps(rank):
+@on_processes(2)
+def test_whole_steps(rank):
     """Backward is called inside what is compiled: with compiled autograd it becomes a graph, too."""
     allow_warnings()
     plain = rank.make(Network)
@@ -245,10 +229,6 @@ def compile_whole_steps(rank):
         assert bool(counters["compiled_autograd"]["captures"]) == enabled
 
 
-def test_whole_steps():
-    run_processes(2, compile_whole_steps)
-
-
 # ------------------------------------------------------------------------------------ around it
 
 
@@ -261,7 +241,8 @@ class Recomputed(nn.Module):
         return checkpoint(self.inner, x, extra, use_reentrant=self.reentrant)
 
 
-def surroundings(rank):
+@on_processes(2)
+def test_compiled_modules_in_use(rank):
     """Compiled modules in everyday use: getting ready late, copies, checkpointing, state, hooks, several at once."""
     allow_warnings()
     plain = rank.make(Network)
@@ -290,27 +271,19 @@ def surroundings(rank):
     assert lockstep.distributed.training_state_dict(compiled)["round"] == 1
     assert lockstep.loop.statistics(compiled).calls["collective"] > 0
     assert lockstep.replicate.state(compiled).ready
-    return compiled.last.layer.weight.grad.sum().item()
+    assert rank.all_equal(compiled.last.layer.weight.grad.sum())
 
 
 def twofold(state, bucket):
     return bucket.buffer() * 2
 
 
-def test_compiled_modules_in_use():
-    first, second = run_processes(2, surroundings)
-    assert first == second
-
-
-def with_inductor(rank):
+@pytest.mark.soak  # the C++ compiler needs half a minute
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@on_processes(2, timeout=200)
+def test_inductor(rank):
     allow_warnings()
     plain = rank.make(Network)
     wanted = train(rank, lockstep.replicate(copy.deepcopy(plain)), steps=3)
     model = torch.compile(lockstep.replicate(copy.deepcopy(plain)), fullgraph=True)
     assert_same(train(rank, model, steps=3), wanted, "inductor")
-
-
-@pytest.mark.soak  # the C++ compiler needs half a minute
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_inductor():
-    run_processes(2, with_inductor, timeout=200)

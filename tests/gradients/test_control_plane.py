@@ -14,7 +14,7 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
 from lockstep.errors import PeerError
 from lockstep.phases import Phases
-from processes import run_processes
+from processes import on_processes
 from small_modules import fails_in_backward
 
 pytestmark = pytest.mark.usefixtures("sim")
@@ -36,8 +36,9 @@ def sums():
         Collectives.all_reduce = plain
 
 
-def only_for_accelerators(rank):
-    """Steps, of which rank 1 fails one; the device of the report, and the companion's kind."""
+@on_processes(2, device="sim", group_timeout=20)
+def test_a_group_for_accelerators_alone_has_a_companion_for_the_cpu(rank):
+    """Rank 1 fails one of its steps."""
     group = dist.new_group()
     plain_device = lockstep.distributed.comm.collectives.control_device
     # Simulated accelerators sum on the CPU, so that no group of theirs is for accelerators alone: this one looks as if.
@@ -59,14 +60,9 @@ def only_for_accelerators(rank):
             else:
                 assert all(rank.all_equal(parameter.grad) for parameter in model.parameters())
                 assert all(rank.all_equal(buffer) for buffer in model.buffers())
-    reports = {device for device, is_report in seen if is_report}
-    return errors, reports, type(state_of(group).companion).__name__
-
-
-def test_a_group_for_accelerators_alone_has_a_companion_for_the_cpu(sim):
-    told, failing = run_processes(2, only_for_accelerators, device="sim", group_timeout=20)
-    assert told == ([(4, PeerError)], {"cpu"}, "ProcessGroupShm")
-    assert failing == ([(4, ArithmeticError)], {"cpu"}, "ProcessGroupShm")
+    assert errors == [(4, ArithmeticError if rank.rank else PeerError)]
+    assert {device for device, is_report in seen if is_report} == {"cpu"}
+    assert type(state_of(group).companion).__name__ == "ProcessGroupShm"
 
 
 class LikeNccl:
@@ -93,8 +89,8 @@ def test_a_sum_on_an_accelerator_that_is_waited_for_next_is_asynchronous_all_the
     collectives.all_reduce(torch.ones(3, device="meta"), "test", blocking=blocking).wait()
 
 
-def one_rank_only_for_accelerators(rank):
-    """The devices of the sums of some steps, and whether it was a report."""
+@on_processes(1, device="sim")
+def test_one_rank_does_not_wait_for_an_accelerator_to_send_its_report(rank):
     group = dist.new_group()
     module, plain_backends = lockstep.distributed.comm.collectives, lockstep.distributed.comm.collectives.backends_of
     module.backends_of = lambda each: "nccl" if each is group else plain_backends(each)
@@ -104,9 +100,4 @@ def one_rank_only_for_accelerators(rank):
         for _ in range(3):
             model(torch.ones(2, 2)).sum().backward()
         lockstep.check_in_sync(model)
-    return seen
-
-
-def test_one_rank_does_not_wait_for_an_accelerator_to_send_its_report(sim):
-    (seen,) = run_processes(1, one_rank_only_for_accelerators, device="sim")
     assert seen == {("sim", False), ("cpu", True), ("cpu", False)}  # gradients, reports, what ranks compare

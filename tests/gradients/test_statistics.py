@@ -13,7 +13,6 @@ import lockstep
 from programs.networks import Deep
 from programs.ranks import on_ranks, replicated
 from small_modules import filled
-from threaded import run_ranks
 
 
 def used(model, layers):
@@ -53,26 +52,22 @@ def test_why_buckets_were_made_anew(rank):
     assert lockstep.loop.statistics(model).plan_changes["the module has changed"] == 1
 
 
-def be_late(rank):
+@on_ranks(2)
+def test_the_rank_for_which_the_others_wait_is_known_on_all(rank):
     model = lockstep.replicate(nn.Linear(4, 4), process_group=rank.group)
     for _ in range(3):
         loss = model(torch.ones(2, 4)).sum()
         if rank.rank == 1:
             time.sleep(0.2)  # what is measured: rank 1 is late
         loss.backward()
-    return lockstep.loop.statistics(model, all_ranks=True)
-
-
-def test_the_rank_for_which_the_others_wait_is_known_on_all():
-    first, second = run_ranks(2, be_late)
-    assert first.waited == second.waited
-    assert first.late_rank == second.late_rank == 1
-    assert first.waited[0] == first.exposed_seconds
-    assert first.own_seconds == second.own_seconds
-    assert first.own_seconds[1] >= 0.2
-    assert first.slower_than_others[1] > 1 > first.slower_than_others[0]
-    assert first.own_seconds_before == [None, None]
-    told = json.loads(first.as_json())
-    assert told == first.as_dict()
+    seen = lockstep.loop.statistics(model, all_ranks=True)
+    assert all(rank.all_equal(torch.tensor(each)) for each in (seen.waited, seen.own_seconds))
+    assert seen.late_rank == 1
+    assert seen.waited[rank.rank] == seen.exposed_seconds
+    assert seen.own_seconds[1] >= 0.2
+    assert seen.slower_than_others[1] > 1 > seen.slower_than_others[0]
+    assert seen.own_seconds_before == [None, None]
+    told = json.loads(seen.as_json())
+    assert told == seen.as_dict()
     assert told["late_rank"] == 1
-    assert "\n" not in first.as_json()
+    assert "\n" not in seen.as_json()
