@@ -16,9 +16,9 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.half_precision import begin_mean, gather_all
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.phases import Phases
-from processes import run_processes
+from processes import on_processes
 from programs.networks import OnDemand
-from programs.ranks import clear, holds_means, on_ranks, own_gradients, replicated
+from programs.ranks import called_by, clear, holds_means, on_ranks, own_gradients, replicated
 from small_modules import error_of, filled
 from threaded import count_collectives, run_ranks
 
@@ -30,6 +30,11 @@ def run(world, function, *args, groups="gloo", **options):
     """Ranks on Gloo, on `shm` on one host, or on `shm` on two."""
     hosts = {"gloo": "", "one host": "a" * world, "two hosts": "a" * (world // 2) + "b" * (world - world // 2)}[groups]
     return run_ranks(world, function, *args, hosts=hosts, **options)
+
+
+def on_groups(world):
+    """The test is called on each of so many ranks, on groups of each kind."""
+    return lambda test: several_groups(called_by(run, world, ["groups"], None, (), {})(test))
 
 
 def mean_of(tensors, half):
@@ -104,7 +109,22 @@ def test_large_gradients_in_pieces_of_the_usual_size(world, groups):
     run(world, trains, BFLOAT16, functools.partial(OnDemand, 300_000), None, groups=groups)
 
 
-def means(rank, half, values, factor):
+MEANS = [
+    (FLOAT16, [60000.0] * 4, 1.0, 60000.0 // 32 * 32),  # the sum is larger than any float16
+    (FLOAT16, [6e-8] * 4, 1.0, 2.0**-24),  # a fourth of it is smaller than any float16
+    (FLOAT16, [2.0**-24, 0, 0, 0], 1.0, 0.0),  # as the mean is
+    (FLOAT16, [60000.0] * 3 + [0.0], 4 / 3, 45000.0 // 32 * 32 * (4 / 3)),
+    (BFLOAT16, [1.0, 2.0**-8, 2.0**-8, 2.0**-8], 1.0, (1 + 2.0**-6) / 4),  # 1 if rounded at each rank
+    (FLOAT16, [1e6, 0, 0, 0], 1.0, float("inf")),
+    (BFLOAT16, [float("inf"), 0, 0, 0], 1.0, float("inf")),
+    (BFLOAT16, [0, float("nan"), 0, 0], 1.0, float("nan")),
+    (BFLOAT16, [0, float("inf"), 0, float("-inf")], 1.0, float("nan")),
+]
+
+
+@pytest.mark.parametrize(("half", "values", "factor", "wanted"), MEANS)
+@on_groups(4)
+def test_what_becomes_of_large_small_and_other_numbers(rank, half, values, factor, wanted):
     ranks = Collectives(rank.group, Phases())
     tensors = [torch.full((numel,), float(values[rank.rank])) for numel in (0, 1, 2, 3, 7, 300_000)]
     under_way = [begin_mean(ranks, half, tensor, "tensor", factor) for tensor in tensors if len(tensor)]
@@ -113,27 +133,7 @@ def means(rank, half, values, factor):
     gather_all(under_way)
     for tensor in tensors[1:]:
         assert torch.equal(tensor, tensor[0].expand_as(tensor)) or tensor.isnan().all()
-    return tensors[1][0].item()
-
-
-@several_groups
-@pytest.mark.parametrize(
-    ("half", "values", "factor", "wanted"),
-    [
-        (FLOAT16, [60000.0] * 4, 1.0, 60000.0 // 32 * 32),  # the sum is larger than any float16
-        (FLOAT16, [6e-8] * 4, 1.0, 2.0**-24),  # a fourth of it is smaller than any float16
-        (FLOAT16, [2.0**-24, 0, 0, 0], 1.0, 0.0),  # as the mean is
-        (FLOAT16, [60000.0] * 3 + [0.0], 4 / 3, 45000.0 // 32 * 32 * (4 / 3)),
-        (BFLOAT16, [1.0, 2.0**-8, 2.0**-8, 2.0**-8], 1.0, (1 + 2.0**-6) / 4),  # 1 if rounded at each rank
-        (FLOAT16, [1e6, 0, 0, 0], 1.0, float("inf")),
-        (BFLOAT16, [float("inf"), 0, 0, 0], 1.0, float("inf")),
-        (BFLOAT16, [0, float("nan"), 0, 0], 1.0, float("nan")),
-        (BFLOAT16, [0, float("inf"), 0, float("-inf")], 1.0, float("nan")),
-    ],
-)
-def test_what_becomes_of_large_small_and_other_numbers(half, values, factor, wanted, groups):
-    for got in run(4, means, half, values, factor, groups=groups):
-        assert got == pytest.approx(wanted, rel=1e-7, abs=0, nan_ok=True)
+    assert tensors[1][0].item() == pytest.approx(wanted, rel=1e-7, abs=0, nan_ok=True)
 
 
 KINDS = (torch.float32, torch.float64, BFLOAT16, FLOAT16)
@@ -153,19 +153,16 @@ def test_other_dtypes_than_float32_travel_as_they_are(rank):
     assert rows.weight.grad.coalesce().values()[:, 0].tolist() == [(1 + 2.0**-12) / 2, (1 + 2.0**-11) / 2]
 
 
-def in_bfloat16(rank):
-    """The mean of gradients that are in bfloat16 themselves: 1 on the first rank, 1/256 on all others."""
+@on_groups(4)
+def test_gradients_of_parameters_in_the_same_half_precision_are_added_in_float32(rank):
+    """They are 1 on the first rank, 1/256 on all others."""
     layer = on_demand(rank, BFLOAT16, lambda: nn.Linear(1, 1, bias=False, dtype=BFLOAT16))
     layer(torch.full((1, 1), 2.0**-8 if rank.rank else 1.0, dtype=BFLOAT16)).sum().backward()
-    return layer.weight.grad.item()
+    assert layer.weight.grad.item() == (1 + 2.0**-6) / 4
 
 
-@several_groups
-def test_gradients_of_parameters_in_the_same_half_precision_are_added_in_float32(groups):
-    assert run(4, in_bfloat16, groups=groups) == [(1 + 2.0**-6) / 4] * 4
-
-
-def report_and_buffers(rank):
+@on_groups(3)
+def test_small_buffers_and_the_report_stay_exact(rank):
     """A used parameter on one rank alone, and buffers that half precision would round."""
     model = on_demand(rank, BFLOAT16)
     model.register_buffer("seen", torch.tensor([1 + 2.0**-20, float(rank.rank)]))
@@ -174,11 +171,6 @@ def report_and_buffers(rank):
         assert model.extra.weight.grad is not None
         assert model.seen.tolist() == [1 + 2.0**-20, 0.0]
         assert rank.all_equal(model.norm.running_var)
-
-
-@several_groups
-def test_small_buffers_and_the_report_stay_exact(groups):
-    run(3, report_and_buffers, groups=groups)
 
 
 # ------------------------------------------------------------------------------- steps of other kinds
@@ -237,25 +229,18 @@ def test_late_gradients_are_added_to_what_has_been_rounded(rank):
     assert not late[-1]
 
 
-def joins(rank, half, initial):
-    model = lockstep.DistributedDataParallel(rank.make(lambda: nn.Linear(2, 1, bias=False)), reduce_dtype=half)
-    found = []
-    with model.join(divide_by_initial_world_size=initial):
-        for _ in range(2 + rank.rank):
-            model.zero_grad()
-            model(torch.tensor([[40000.0, 3.0]])).sum().backward()
-            found.append(model.module.weight.grad.flatten().tolist())
-    return found
-
-
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("initial", [True, False])
-def test_ranks_that_have_run_out_of_batches(initial, backend):
-    all_of = run_processes(3, joins, FLOAT16, initial, backend=backend)
+@on_processes(3, "backend")
+def test_ranks_that_have_run_out_of_batches(rank, initial):
+    model = lockstep.DistributedDataParallel(rank.make(lambda: nn.Linear(2, 1, bias=False)), reduce_dtype=FLOAT16)
     shares = [1.0, 1.0, 2 / 3, 1 / 3] if initial else [1.0] * 4
-    for rank, found in enumerate(all_of):
-        for got, share in zip(found, shares[: 2 + rank], strict=True):
-            assert got == pytest.approx([40000.0 * share, 3.0 * share], rel=2e-3)
+    with model.join(divide_by_initial_world_size=initial):
+        for share in shares[: 2 + rank.rank]:
+            model.zero_grad()
+            model(torch.tensor([[40000.0, 3.0]])).sum().backward()
+            found = model.module.weight.grad.flatten().tolist()
+            assert found == pytest.approx([40000.0 * share, 3.0 * share], rel=2e-3)
 
 
 def fails(rank, make, cap):
@@ -291,7 +276,8 @@ def test_a_rank_that_fails_waits_for_nobody(rank):
         rank.group.send([torch.ones(1)], 1, 7).wait()
 
 
-def several(rank):
+@on_groups(3)
+def test_several_modules_of_which_each_has_its_own(rank):
     models = [on_demand(rank, half) for half in (BFLOAT16, None, FLOAT16)]
     for number in range(4):
         own = [of_this_rank(rank, model, number) for model in models]
@@ -300,11 +286,6 @@ def several(rank):
         assert holds_rounded_means(rank, models[0], own[0], BFLOAT16)
         assert holds_means(rank, models[1], own[1])
         assert holds_rounded_means(rank, models[2], own[2], FLOAT16)
-
-
-@several_groups
-def test_several_modules_of_which_each_has_its_own(groups):
-    run(3, several, groups=groups)
 
 
 @pytest.mark.filterwarnings("ignore:backward.create_graph=True.:UserWarning")
