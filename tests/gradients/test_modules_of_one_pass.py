@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
-from processes import run_processes
+from processes import on_processes
 from programs.ranks import clear, on_ranks, replicated, scalars, scalars_of
-from small_modules import one_weight, x_of
+from small_modules import fails_in_backward, one_weight, x_of
 from threaded import count_collectives
 
 LAYERS = 3
@@ -157,17 +157,10 @@ def test_a_module_that_gets_no_gradient_on_one_rank(rank):
 def test_a_rank_that_fails_before_or_between_the_modules(rank, place):
     """Backward fails on rank 1 at a place; then all go on."""
     modules = chains(rank)
-
-    def spoil(_):
-        if rank.rank == 1:
-            raise ArithmeticError("a bad batch")
-
     out = x_of(rank).requires_grad_()
     for number, module in enumerate(modules):
         for layer, each in enumerate(module):
-            if (number, layer) == place:
-                out.register_hook(spoil)
-            out = each(out)
+            out = each(fails_in_backward(out, rank.rank == 1 and place == (number, layer)))
     with pytest.raises((ArithmeticError, PeerError)) as caught:
         out.sum().backward()
     said = "\n".join((f"{caught.type.__name__}: {caught.value}", *getattr(caught.value, "__notes__", ())))
@@ -189,48 +182,30 @@ def test_a_batch_that_is_left_out(rank, place):
     for batch in lockstep.batches(range(3), *modules):
         clear(*modules)
         in_turn(rank, modules[2:]).backward()
-
-        def spoil(_, batch=batch):
-            if rank.rank == 1 and batch == 1:
-                raise ArithmeticError("a bad batch")
-
         with lockstep.loop.skip_on(ArithmeticError, group=rank.group):
             out = x_of(rank).requires_grad_()
             for number, module in enumerate(modules[:2]):
-                if number == place:
-                    out.register_hook(spoil)
-                out = module(out)
+                out = module(fails_in_backward(out, (rank.rank, batch, number) == (1, 1, place)))
             out.sum().backward()
         seen.append(scalars(*modules))
     usual = [1.5] * 2 * LAYERS + [rank.rank + 1.0] * LAYERS
     assert seen == [usual, [None] * 3 * LAYERS, usual]
 
 
-def joined(rank):
+@on_processes(2)
+def test_a_rank_that_has_run_out_in_join(rank):
     """Rank 1 runs out of batches in Join, which has both wrappers."""
     modules = [lockstep.DistributedDataParallel(chain(), bucket_cap_mb=1e-6) for _ in "ab"]
     with Join([*modules]):
-        return [scalars_of(*modules, loss=in_turn(rank, modules)) for _ in range(4 - rank.rank)]
-
-
-def test_a_rank_that_has_run_out_in_join():
-    first, second = run_processes(2, joined)
-    assert first == [[1.5] * 2 * LAYERS] * 3 + [[0.5] * 2 * LAYERS]
-    assert second == first[:3]
+        for mean in (1.5, 1.5, 1.5, 0.5)[: 4 - rank.rank]:
+            assert scalars_of(*modules, loss=in_turn(rank, modules)) == [mean] * 2 * LAYERS
 
 
 @on_ranks(2)
 def test_a_rank_that_fails_between_its_buckets_and_its_report(rank):
     """What rank 1 is asked for its report fails, once, for the first of two modules."""
-    modules, fails = chains(rank), [rank.rank == 1]
-
-    def request():
-        if fails[0]:
-            fails[0] = False
-            raise ArithmeticError("no report")
-        return False
-
-    lockstep.loop.stop_when(request, group=rank.group)
+    modules, fails = chains(rank), iter([rank.rank == 1])
+    lockstep.loop.stop_when(lambda: 1 / 0 if next(fails, False) else False, group=rank.group)
     with pytest.raises(ArithmeticError if rank.rank else PeerError):
         in_turn(rank, modules).backward()
     assert scalars(*modules) == [None] * LAYERS + [1.5] * LAYERS
