@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -20,48 +22,41 @@ from lockstep.errors import (
     UnknownOptionError,
 )
 from lockstep.phases import Phases
+from programs.networks import Applying
 from programs.ranks import error_on_all, on_ranks, replicated
 from threaded import count_collectives, run_ranks
 
 
-class Net(nn.Module):
-    """A few parameters and buffers, by name and tensor."""
-
-    def __init__(self, parameters, buffers=()):
-        super().__init__()
-        for name, tensor in parameters:
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
-        for name, tensor in buffers:
-            self.register_buffer(name, tensor)
+def a_parameter(name, *shape, dtype=torch.float32, trained=True):
+    return name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=trained)
 
 
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype)
+def a_buffer(name, *shape, dtype=torch.float32):
+    return name, torch.zeros(shape, dtype=dtype)
 
 
-A, B = ("a", zeros(2, 3)), ("b", zeros(4))
-COUNT, MEAN = ("count", zeros(dtype=torch.int64)), ("mean", zeros(4))
+def net(*entries):
+    """A module of copies of parameters and buffers, by name."""
+    module = nn.Module()
+    for name, tensor in copy.deepcopy(entries):  # all at once: what is tied stays so
+        (module.register_parameter if isinstance(tensor, nn.Parameter) else module.register_buffer)(name, tensor)
+    return module
 
 
-def frozen(net):
-    net.b.requires_grad_(False)
-    return net
+A, B = a_parameter("a", 2, 3), a_parameter("b", 4)
+COUNT, MEAN = a_buffer("count", dtype=torch.int64), a_buffer("mean", 4)
+OF_4 = "float32 of shape (4,), trained"
 
-
-def renamed():
-    return Net([A, ("c", zeros(4))])
-
-
-# What the last rank has, what all others have, options of each, and words of the error; {} is the last rank's number.
+# What the last rank has, what all others have, and words of the error; {} is the last rank's number.
 DIFFERENCES = {
     "name": (
-        renamed,
-        lambda: Net([A, B]),
+        [A, a_parameter("c", 4)],
+        [A, B],
         ["rank 0 has parameter b (", "rank {} has parameter c (", "of another module"],
     ),
     "order": (
-        lambda: Net([B, A]),
-        lambda: Net([A, B]),
+        [B, A],
+        [A, B],
         [
             "rank 0 has parameter a (float32 of shape (2, 3)",
             "rank {} has parameter b (float32 of shape (4,)",
@@ -69,77 +64,59 @@ DIFFERENCES = {
         ],
     ),
     "shape": (
-        lambda: Net([A, ("b", zeros(5))]),
-        lambda: Net([A, B]),
-        ["parameter b: rank 0 has float32 of shape (4,), trained; rank {} has float32 of shape (5,), trained"],
+        [A, a_parameter("b", 5)],
+        [A, B],
+        [f"parameter b: rank 0 has {OF_4}; rank {{}} has float32 of shape (5,), trained"],
     ),
     "transposed": (
-        lambda: Net([("a", zeros(3, 2))]),
-        lambda: Net([A]),
+        [a_parameter("a", 3, 2)],
+        [A],
         ["parameter a: rank 0 has float32 of shape (2, 3), trained; rank {} has float32 of shape (3, 2), trained"],
     ),
     "dtype": (
-        lambda: Net([A, ("b", zeros(4, dtype=torch.bfloat16))]),
-        lambda: Net([A, B]),
-        ["parameter b: rank 0 has float32 of shape (4,), trained; rank {} has bfloat16 of shape (4,), trained"],
+        [A, a_parameter("b", 4, dtype=torch.bfloat16)],
+        [A, B],
+        [f"parameter b: rank 0 has {OF_4}; rank {{}} has bfloat16 of shape (4,), trained"],
     ),
     "frozen": (
-        lambda: frozen(Net([A, B])),
-        lambda: Net([A, B]),
-        ["parameter b: rank 0 has float32 of shape (4,), trained; rank {} has float32 of shape (4,), frozen"],
+        [A, a_parameter("b", 4, trained=False)],
+        [A, B],
+        [f"parameter b: rank 0 has {OF_4}; rank {{}} has float32 of shape (4,), frozen"],
     ),
-    "one parameter more": (
-        lambda: Net([A, B]),
-        lambda: Net([A]),
-        ["rank {} has parameter b (float32 of shape (4,), trained), rank 0 has no such thing"],
-    ),
-    "one parameter less": (
-        lambda: Net([A]),
-        lambda: Net([A, B]),
-        ["rank 0 has parameter b (float32 of shape (4,), trained), rank {} has no such thing"],
+    "one parameter more": ([A, B], [A], [f"rank {{}} has parameter b ({OF_4}), rank 0 has no such thing"]),
+    "one parameter less": ([A], [A, B], [f"rank 0 has parameter b ({OF_4}), rank {{}} has no such thing"]),
+    "tied on one rank": (
+        [A, ("b", A[1])],
+        [A, a_parameter("b", 2, 3)],
+        ["rank 0 has parameter b (float32 of shape (2, 3), trained), rank {} has no such thing"],
     ),
     "one parameter more before buffers": (
-        lambda: Net([A, B], [COUNT]),
-        lambda: Net([A], [COUNT]),
+        [A, B, COUNT],
+        [A, COUNT],
         ["rank 0 has buffer count (", "rank {} has parameter b ("],
     ),
     "name of a buffer": (
-        lambda: Net([A], [("counted", zeros(dtype=torch.int64))]),
-        lambda: Net([A], [COUNT]),
+        [A, a_buffer("counted", dtype=torch.int64)],
+        [A, COUNT],
         ["rank 0 has buffer count (", "rank {} has buffer counted ("],
     ),
     "order of buffers": (
-        lambda: Net([A], [MEAN, COUNT]),
-        lambda: Net([A], [COUNT, MEAN]),
+        [A, MEAN, COUNT],
+        [A, COUNT, MEAN],
         ["rank 0 has buffer count (", "rank {} has buffer mean (", "in another order"],
     ),
     "shape of a buffer": (
-        lambda: Net([A], [("mean", zeros(5))]),
-        lambda: Net([A], [MEAN]),
+        [A, a_buffer("mean", 5)],
+        [A, MEAN],
         ["buffer mean: rank 0 has ", "of shape (4,); rank {} has", "of shape (5,)"],
     ),
     "dtype of a buffer": (
-        lambda: Net([A], [("mean", zeros(4, dtype=torch.float64))]),
-        lambda: Net([A], [MEAN]),
+        [A, a_buffer("mean", 4, dtype=torch.float64)],
+        [A, MEAN],
         ["buffer mean: ", "rank 0 has float32 of shape (4,); rank {} has float64 of shape (4,)"],
     ),
-    "one buffer less": (
-        lambda: Net([A], [COUNT]),
-        lambda: Net([A], [COUNT, MEAN]),
-        ["rank 0 has buffer mean (", "rank {} has no such thing"],
-    ),
-    "tied on one rank": (
-        lambda: tie(Net([A, B])),
-        lambda: Net([A, ("b", zeros(2, 3))]),
-        ["rank 0 has parameter b (float32 of shape (2, 3), trained), rank {} has no such thing"],
-    ),
+    "one buffer less": ([A, COUNT], [A, COUNT, MEAN], ["rank 0 has buffer mean (", "rank {} has no such thing"]),
 }
-
-
-def tie(net):
-    net.b = net.a
-    return net
-
 
 OPTIONS = {
     "size of buckets": (
@@ -179,13 +156,12 @@ def check_refused(world, make, options, words):
 @pytest.mark.parametrize(("last", "others", "words"), DIFFERENCES.values(), ids=DIFFERENCES)
 def test_a_difference_between_modules_is_an_error_on_every_rank(last, others, words):
     world = 3 if words == DIFFERENCES["shape"][2] else 2
-
-    check_refused(world, lambda rank: (last if rank == world - 1 else others)(), lambda _: {}, words)
+    check_refused(world, lambda rank: net(*(last if rank == world - 1 else others)), lambda _: {}, words)
 
 
 @pytest.mark.parametrize(("last", "others", "words"), OPTIONS.values(), ids=OPTIONS)
 def test_a_difference_between_options_is_an_error_on_every_rank(last, others, words):
-    check_refused(3, lambda _: Net([A]), lambda rank: last if rank == 2 else others, [words])
+    check_refused(3, lambda _: net(A), lambda rank: last if rank == 2 else others, [words])
 
 
 @on_ranks(2)
@@ -199,9 +175,9 @@ def test_the_wrapper_compares_too_and_ranks_can_go_on(rank):
 
 @on_ranks(2)
 def test_what_is_ignored_may_differ(rank):
-    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1 + rank.rank, 1), nn.BatchNorm1d(1 + rank.rank))
-    lockstep.replicate(net, ignored_modules=[net[1], net[2]], process_group=rank.group)
-    named = Net([A, ("b", zeros(2 + rank.rank))], [("c", zeros(3 + rank.rank))])
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1 + rank.rank, 1), nn.BatchNorm1d(1 + rank.rank))
+    lockstep.replicate(model, ignored_modules=[model[1], model[2]], process_group=rank.group)
+    named = net(A, a_parameter("b", 2 + rank.rank), a_buffer("c", 3 + rank.rank))
     lockstep.replicate(named, process_group=rank.group, params_and_buffers_to_ignore=["b", "c"])
 
 
@@ -231,11 +207,11 @@ def test_an_option_that_does_not_go_with_the_module_of_one_rank(rank):
     assert str(caught.value).startswith("rank 0 cannot replicate its module: ") == [False, True][rank.rank]
 
 
-@pytest.mark.parametrize("make", [lambda: Net([A]), lambda: Net([A], [COUNT, MEAN])])
+@pytest.mark.parametrize("entries", [[A], [A, COUNT, MEAN]])
 @on_ranks(2)
-def test_agreeing_takes_two_small_sums(rank, make):
+def test_agreeing_takes_two_small_sums(rank, entries):
     with count_collectives(rank) as sent:
-        lockstep.replicate(make(), process_group=rank.group)
+        lockstep.replicate(net(*entries), process_group=rank.group)
     assert [each.name for each in sent if each.name != "broadcast"] == ["all_reduce", "all_reduce"]
     assert max(each.numel for each in sent if each.name == "all_reduce") <= 1024
 
@@ -516,18 +492,9 @@ def test_values_are_compared_bit_by_bit_but_not_their_layout(rank):
     lockstep.check_in_sync(module, rank.group)
 
 
-class OwnAverage(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.average = nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)
-
-    def forward(self, x):
-        return self.first(x)
-
-
 @on_ranks(2)
 def test_what_a_module_leaves_to_each_rank_is_not_compared(rank):
-    model = OwnAverage()
+    model = Applying(average=nn.BatchNorm1d(2, affine=False))
     lockstep.replicate(model, process_group=rank.group, ignored_modules=[model.average])
     model.average.running_mean.fill_(rank.rank)
     lockstep.check_in_sync(model)
