@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from ddp_reference import warned
 from lockstep.distributed.replication.options import Options, read_options
 from lockstep.errors import OptionError, UnknownOptionError
 
@@ -30,12 +30,10 @@ def alone():
 
 def attach(how, **options):
     """Replicate a module, one way or the other, with a group of its own."""
-    module = nn.Linear(1, 1)
-    call = lockstep.replicate if how == "replicate" else lockstep.DistributedDataParallel
-    return call(module, process_group=alone(), **options)
+    return how(nn.Linear(1, 1), process_group=alone(), **options)
 
 
-both_ways = pytest.mark.parametrize("how", ["replicate", "DistributedDataParallel"])
+both_ways = pytest.mark.parametrize("how", [lockstep.replicate, lockstep.DistributedDataParallel])
 
 
 # ---------------------------------------------------------------------------------- what is refused
@@ -73,7 +71,6 @@ REFUSED = {
 def test_what_makes_no_sense_is_refused(given, message):
     with pytest.raises(OptionError) as caught:
         Options(**given)
-
     assert message in str(caught.value)
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value, ValueError)
@@ -111,7 +108,6 @@ def test_a_misspelt_option_is_an_error_at_the_call_that_names_the_nearest(name, 
     module = nn.Linear(1, 1)
     with pytest.raises(TypeError) as caught:
         lockstep.replicate(module, process_group=alone(), **{name: 1})
-
     assert f"replicate() got an unexpected keyword argument {name!r}; {hint}" in str(caught.value)
     assert isinstance(caught.value, UnknownOptionError)
     assert isinstance(caught.value, OptionError)
@@ -136,29 +132,16 @@ def test_devices_that_are_accepted(device):
 # ---------------------------------------------------------------------------------- warnings
 
 
-def warned(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [(warning.category, str(warning.message), warning.filename) for warning in caught]
-
-
 @both_ways
 @pytest.mark.parametrize("value", [True, False])
 def test_deprecated_options_warn_where_they_are_written(how, value):
     kinds = {"broadcast_buffers": "broadcast_buffers is deprecated; use forward_sync_buffers, or buffer_policy"}
     if value:  # False is the default
         kinds["check_reduction"] = "The `check_reduction` argument in `DistributedDataParallel` module is deprecated"
-    module, group = nn.Linear(1, 1), alone()
     for name, message in kinds.items():
-        options = {name: value, "process_group": group}
-        if how == "replicate":
-            (told,) = warned(lambda options=options: lockstep.replicate(nn.Linear(1, 1), **options))
-        else:
-            (told,) = warned(lambda options=options: lockstep.DistributedDataParallel(module, **options))
-        assert told[0] is FutureWarning
-        assert told[1].startswith(message)
-        assert told[2] == __file__
+        ((kind, text, file),) = warned(lambda name=name: attach(how, **{name: value}))
+        assert (kind, file) == ("FutureWarning", __file__)
+        assert text.startswith(message)
 
 
 @both_ways
@@ -172,7 +155,6 @@ def test_nothing_else_warns(how):
         "static_graph": True,
         "skip_all_reduce_unused_params": True,
     }
-
     assert warned(lambda: attach(how)) == []
     assert warned(lambda: attach(how, **options)) == []
 
@@ -222,7 +204,6 @@ def test_in_shared_memory_the_first_bucket_is_no_smaller_unless_that_is_asked_fo
 def test_flags_of_pytorch_for_buffers(policy, broadcast, forward, kept_equal, made_equal):
     given = {"broadcast_buffers": broadcast, "forward_sync_buffers": forward, "buffer_policy": policy}
     options = Options(**given)
-
     assert options.syncs_buffers is kept_equal
     assert options.policy == (policy if kept_equal else "local")
     assert options.syncs_buffers_at_start is made_equal
@@ -238,6 +219,10 @@ def test_the_group_is_that_of_the_mesh_or_the_one_given():
 def test_what_ranks_must_agree_on():
     hook = nn.Parameter(torch.ones(1))
     same = Options().agreed()
+
+    def changed(**given):
+        return [line[0] for line, before in zip(Options(**given).agreed(), same, strict=True) if line != before]
+
     for given in (
         {},
         {"process_group": "another object on every rank"},
@@ -245,7 +230,7 @@ def test_what_ranks_must_agree_on():
         {"find_unused_parameters": True, "static_graph": True, "gradient_as_bucket_view": True},
         {"device_id": 1},
     ):
-        assert Options(**given).agreed() == same
+        assert changed(**given) == []
     for name, given in {
         "option bucket_cap_mb": {"bucket_cap_mb": 25},
         "option buffer_policy": {"buffer_policy": "mean"},
@@ -255,12 +240,8 @@ def test_what_ranks_must_agree_on():
             "param_to_hook_all_reduce": hook,
         },
     }.items():
-        changed = [line for line, before in zip(Options(**given).agreed(), same, strict=True) if line != before]
-        assert [line for line, _ in changed] == [name]
-    changed = [
-        line for line, before in zip(Options(broadcast_buffers=False).agreed(), same, strict=True) if line != before
-    ]
-    assert [line for line, _ in changed] == ["option buffer_policy", "option init_sync"]
+        assert changed(**given) == [name]
+    assert changed(broadcast_buffers=False) == ["option buffer_policy", "option init_sync"]
 
 
 def test_options_are_read_by_name():
