@@ -28,40 +28,52 @@ def alone():
     return dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
 
 
-def linear(size=2, **options):
-    return lockstep.replicate(nn.Linear(size, size, **options), process_group=alone())
+def replicate(module):
+    return lockstep.replicate(module, process_group=alone())
+
+
+def wrap(module, **options):
+    return lockstep.DistributedDataParallel(module, process_group=alone(), **options)
 
 
 # ---------------------------------------------------------------------------------- what is replicated
 
 
+@pytest.mark.parametrize("call", [replicate, wrap])
 @pytest.mark.parametrize("value", [None, 3, [nn.Linear(1, 1)], nn.Linear])
-def test_only_modules_are_wrapped(value):
+def test_only_modules_are_replicated(call, value):
     with pytest.raises(OptionError, match=r"expected a torch\.nn\.Module to replicate, got "):
-        lockstep.DistributedDataParallel(value, process_group=alone())
-
-
-@pytest.mark.parametrize("value", [None, 3, nn.Linear])
-def test_only_modules_are_replicated(value):
-    with pytest.raises(OptionError):
-        lockstep.replicate(value, process_group=alone())
+        call(value)
 
 
 def test_a_module_is_replicated_once():
-    model = linear()
     with pytest.raises(AlreadyManagedError, match="can only be applied to a module once"):
-        lockstep.replicate(model, process_group=alone())
+        replicate(replicate(nn.Linear(1, 1)))
 
 
 def test_the_wrapper_wants_parameters_that_are_there():
     with pytest.raises(NotReplicableError, match="is not needed when a module doesn't have any parameter"):
-        lockstep.DistributedDataParallel(nn.ReLU(), process_group=alone())
+        wrap(nn.ReLU())
     with pytest.raises(NotReplicableError, match="Modules with uninitialized parameters can't be used"):
-        lockstep.DistributedDataParallel(nn.LazyLinear(2), process_group=alone())
+        wrap(nn.LazyLinear(2))
+
+
+def test_parameters_are_leaves():
+    module = nn.Linear(1, 1)
+    module._parameters["weight"] = module.weight * 2
+    with pytest.raises(NotReplicableError, match="parameter weight is not a leaf of autograd; register a Parameter"):
+        replicate(module)
+    assert type(module) is nn.Linear
+
+
+@pytest.mark.parametrize("options", [{"device_ids": [0]}, {"device_ids": [0, 1]}, {"output_device": 1}])
+def test_devices_go_with_where_the_module_is(options):
+    with pytest.raises(ValueError, match="device_ids"):
+        wrap(nn.Linear(1, 1), **options)
 
 
 def test_parameters_that_are_not_initialised_when_they_are_needed():
-    lazy = lockstep.replicate(nn.Sequential(nn.LazyLinear(2)), process_group=alone())
+    lazy = replicate(nn.Sequential(nn.LazyLinear(2)))
     with pytest.raises(NotReplicableError, match=r"0\.weight is not initialised\. Modules with uninit"):
         lazy(torch.ones(1, 3))
     lazy[0](torch.ones(1, 3))
@@ -70,22 +82,7 @@ def test_parameters_that_are_not_initialised_when_they_are_needed():
 
 
 def test_modules_without_parameters():
-    nothing = lockstep.replicate(nn.Sequential(nn.ReLU()), process_group=alone())
-    assert nothing(torch.ones(1)).item() == 1.0
-
-
-def test_parameters_are_leaves_and_on_one_type_of_device():
-    module = nn.Linear(1, 1)
-    module._parameters["weight"] = module.weight * 2
-    with pytest.raises(NotReplicableError, match="parameter weight is not a leaf of autograd; register a Parameter"):
-        lockstep.replicate(module, process_group=alone())
-    assert type(module) is nn.Linear
-
-
-@pytest.mark.parametrize("options", [{"device_ids": [0]}, {"device_ids": [0, 1]}, {"output_device": 1}])
-def test_devices_go_with_where_the_module_is(options):
-    with pytest.raises(ValueError, match="device_ids"):
-        lockstep.DistributedDataParallel(nn.Linear(1, 1), process_group=alone(), **options)
+    assert replicate(nn.Sequential(nn.ReLU()))(torch.ones(1)).item() == 1.0
 
 
 # ---------------------------------------------------------------------------------- no group
@@ -134,15 +131,13 @@ def test_functions_for_replicated_modules_say_what_they_got(module):
 
 def test_a_copy_is_not_replicated():
     with pytest.raises(NotReplicableError, match=r"statistics\(\) got a Linear that is not replicated"):
-        lockstep.loop.statistics(copy.deepcopy(linear()))
+        lockstep.loop.statistics(copy.deepcopy(replicate(nn.Linear(1, 1))))
     assert lockstep.replicate.state(nn.Linear(1, 1)) is None
 
 
-@pytest.mark.parametrize("weight", ["four", None, [1, 2], torch.ones(2), object()])
+@pytest.mark.parametrize("weight", ["four", [1, 2], torch.ones(2), object()])
 def test_weights_are_numbers(weight):
-    model = linear()
-    if weight is None:
-        return
+    model = replicate(nn.Linear(2, 2))
     with pytest.raises((TypeError, ValueError, RuntimeError)), lockstep.accumulate(model, weight=weight):
         pass
     model(torch.ones(1, 2)).sum().backward()
@@ -227,7 +222,7 @@ def test_means_of_what_cannot_be_averaged():
 
 
 def test_state_dicts_of_other_modules_are_refused_as_ever():
-    ddp = lockstep.DistributedDataParallel(nn.Linear(1, 1), process_group=alone())
+    ddp = wrap(nn.Linear(1, 1))
     with pytest.raises(RuntimeError, match="Missing key"):
         ddp.load_state_dict({"module.weight": torch.ones(1, 1)})
     with pytest.raises(RuntimeError, match="Unexpected key"):
@@ -237,7 +232,7 @@ def test_state_dicts_of_other_modules_are_refused_as_ever():
 
 
 def test_a_module_that_is_gone_cannot_be_used():
-    model = linear()
+    model = replicate(nn.Linear(2, 2))
     state = lockstep.replicate.state(model)
     del model
     assert state.options.dim == 0
