@@ -8,25 +8,22 @@ import torch
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import CommunicationError
 from lockstep.phases import Phases
+from programs.ranks import on_ranks, rows
 from threaded import run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.complex64])
 @pytest.mark.parametrize(("world", "hosts"), [(1, ""), (2, ""), (3, ""), (4, ""), (3, "aaa"), (4, "aabb")])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_every_rank_gets_the_tensors_of_all_in_order(world, hosts, dtype, in_place):
-    def gathered(rank):
-        numel = 300_000
-        own = torch.randn(numel, generator=torch.Generator().manual_seed(rank.rank)).mul(50).to(dtype)
-        output = torch.zeros(world * numel, dtype=dtype)
-        part = output.view(world, -1)[rank.rank].copy_(own) if in_place else own
-        Collectives(rank.group, Phases()).all_gather_flat(output, part, "numbers").wait()
-        return own, output
-
-    results = run_ranks(world, gathered, hosts=hosts)
-    expected = torch.cat([own for own, _ in results])
-    assert expected.count_nonzero()
-    assert all(torch.equal(output, expected) for _, output in results)
+@on_ranks(None, "world", "hosts")
+def test_every_rank_gets_the_tensors_of_all_in_order(rank, dtype, in_place):
+    numel, world = 300_000, rank.world
+    parts = [rows(0, each, numel).mul(50).to(dtype) for each in range(world)]
+    output, own = torch.zeros(world * numel, dtype=dtype), parts[rank.rank]
+    part = output.view(world, -1)[rank.rank].copy_(own) if in_place else own
+    Collectives(rank.group, Phases()).all_gather_flat(output, part, "numbers").wait()
+    assert output.count_nonzero()
+    assert torch.equal(output, torch.cat(parts))
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -11,18 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lockstep
-from processes import run_processes
+from processes import on_processes
 
-
-def own_group(rank):
-    return [dist.new_group([each]) for each in range(rank.world)][rank.rank]
-
-
-def bare_group(rank):
-    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+GROUPS = {
+    "own": lambda rank: [dist.new_group([each]) for each in range(rank.world)][rank.rank],
+    "bare": lambda rank: dist.ProcessGroupGloo(dist.HashStore(), 0, 1),
+    "all": lambda rank: None,
+}
 
 
 def told(rank, how):
+    """What is told of two modules."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -30,23 +29,21 @@ def told(rank, how):
                 mesh = init_device_mesh("cpu", (1, rank.world), mesh_dim_names=("data", "model"))
                 lockstep.replicate(nn.Linear(1, 1), device_mesh=mesh["data"])
             else:
-                group = {"own": own_group, "bare": bare_group, "all": lambda rank: None}[how](rank)
-                model = lockstep.replicate(nn.Linear(1, 1), process_group=group)
+                model = lockstep.replicate(nn.Linear(1, 1), process_group=GROUPS[how](rank))
                 model(torch.ones(1, 1)).sum().backward()
     return [str(each.message) for each in caught if each.category is RuntimeWarning]
 
 
 @pytest.mark.parametrize("how", ["own", "bare"])
-def test_it_is_told_once_with_the_ranks(how):
-    assert run_processes(3, told, how) == [
-        [
-            f"a module is replicated over a process group of rank {rank} alone, while the default group has ranks 0 to "
-            "2: its gradients are those of this rank. Leave process_group out to train with all of them"
-        ]
-        for rank in range(3)
+@on_processes(3)
+def test_it_is_told_once_with_the_ranks(rank, how):
+    assert told(rank, how) == [
+        f"a module is replicated over a process group of rank {rank.rank} alone, while the default group has ranks 0 "
+        "to 2: its gradients are those of this rank. Leave process_group out to train with all of them"
     ]
 
 
 @pytest.mark.parametrize(("how", "world"), [("all", 2), ("mesh", 2), ("own", 1)])
-def test_what_is_no_mistake_is_not_told(how, world):
-    assert run_processes(world, told, how) == [[]] * world
+@on_processes(None, "world")
+def test_what_is_no_mistake_is_not_told(rank, how):
+    assert told(rank, how) == []

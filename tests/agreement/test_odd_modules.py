@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 import lockstep
 import sim as simulator
 from lockstep.errors import AgreementError, NotReplicableError
-from processes import run_processes
+from processes import on_processes, run_processes
+from programs.networks import Applying
 from programs.ranks import error_on_all, on_ranks, replicated, scalars, scalars_of
 from small_modules import one_weight, x_of
 from threaded import run_ranks
@@ -121,24 +122,13 @@ def test_sparse_gradients_on_some_ranks_only_are_an_error_on_every_rank():
     assert "rank 0 has float32 of shape (4, 2), trained, sparse gradients; rank 1 has" in message
 
 
-class Partly(nn.Module):
-    """An embedding elsewhere, and a layer."""
-
-    def __init__(self, embedding):
-        super().__init__()
-        self.words = embedding
-        self.head = nn.Linear(1, 1, bias=False)
-
-    def forward(self, x):
-        return self.head(x)
-
-
 @pytest.mark.parametrize("make", [lockstep.replicate, lockstep.DistributedDataParallel])
 @pytest.mark.parametrize("kind", ["meta", "lazy"])
 @on_ranks(2)
 def test_what_is_ignored_by_name_may_lie_elsewhere_or_have_no_values(rank, make, kind):
     odd = nn.Embedding(3, 2, device="meta") if kind == "meta" else nn.LazyLinear(2, bias=False)
-    net = make(Partly(odd), process_group=rank.group, params_and_buffers_to_ignore=["words.weight"])
+    net = Applying(lambda m, x: m.head(x), words=odd, head=one_weight())
+    net = make(net, process_group=rank.group, params_and_buffers_to_ignore=["words.weight"])
     net(x_of(rank)).sum().backward()
     assert next(p.grad.item() for p in net.parameters() if p.grad is not None) == 1.5
 
@@ -148,16 +138,16 @@ def test_what_is_ignored_by_name_may_lie_elsewhere_or_have_no_values(rank, make,
 LARGE = 1 << 20  # elements of a gradient that travels alone
 
 CONVERSIONS = {
-    "the second of two in a bucket": (lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), True),
-    "one that no rank uses": (lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), False),
-    "a large one": (lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, LARGE, bias=False)), False),
+    "the second of two in a bucket": (1, True),
+    "one that no rank uses": (1, False),
+    "a large one": (LARGE, False),
 }
 
 
-@pytest.mark.parametrize(("make", "used"), CONVERSIONS.values(), ids=CONVERSIONS)
-def test_a_layer_of_another_dtype_on_one_rank_is_an_error_on_every_rank(make, used):
+@pytest.mark.parametrize(("size", "used"), CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_layer_of_another_dtype_on_one_rank_is_an_error_on_every_rank(size, used):
     def call(rank):
-        net = replicated(rank, make)
+        net = replicated(rank, lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, size, bias=size == 1)))
         net(x_of(rank)).sum().backward()
         net.zero_grad()
         if rank.rank == 1:
@@ -291,35 +281,29 @@ def test_modules_of_torchscript_are_refused_by_name():
     run_ranks(2, work)
 
 
-def moved_on_one_rank(rank, step, make):
+def moved_on_one_rank(rank, step):
     """What is raised if rank 1 moves the module to an accelerator before that step; 0: before it is replicated."""
     assert not isinstance(found := simulator.load(1), str), found
-    module = make()
-    try:
-        for at in range(3):
+    module = one_weight()
+    with pytest.raises(AgreementError) as caught:
+        for at in range(step + 1):
             if at == step and rank.rank == 1:
                 module.to("sim")
             if at == 0:
                 lockstep.replicate(module)
-            module(torch.ones(2, 1, device=next(module.parameters()).device)).sum().backward()
-    except AgreementError as error:
-        return str(error)
-    return "nothing"
+            module(torch.ones(2, 1, device=module.weight.device)).sum().backward()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_module_that_one_rank_has_on_an_accelerator_is_named(step):
-    first, second = run_processes(2, moved_on_one_rank, step, one_weight)
-    assert first == second
-    assert re.search(r"rank 0 has float32 of shape \(1, 1\).*rank 1 has float32 of shape \(1, 1\), on sim", first)
+    (message,) = set(run_processes(2, moved_on_one_rank, step))
+    assert re.search(r"rank 0 has float32 of shape \(1, 1\).*rank 1 has float32 of shape \(1, 1\), on sim", message)
 
 
-def only_buffers_moved(rank):
+@on_processes(2)
+def test_buffers_that_one_rank_has_on_an_accelerator_are_named(rank):
     assert not isinstance(found := simulator.load(1), str), found
     module = nn.BatchNorm1d(2, affine=False).to("sim" if rank.rank else "cpu")
     with pytest.raises(AgreementError, match=r"buffer running_mean.*on sim"):
         lockstep.replicate(module)
-
-
-def test_buffers_that_one_rank_has_on_an_accelerator_are_named():
-    run_processes(2, only_buffers_moved)

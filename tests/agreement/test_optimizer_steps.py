@@ -16,7 +16,7 @@ from lockstep._base.optimizer_steps import has_replicated_parameters, observe_st
 from lockstep.distributed.reduction.report.pass_log import StepLog
 from lockstep.distributed.reduction.report.status import MOST_STEPS, UNKNOWN_STEPS
 from lockstep.errors import OutOfSyncError, PeerError
-from processes import run_processes
+from processes import on_processes
 from programs.ranks import on_ranks, replicated
 from small_modules import fails_in_backward, filled, one_weight, x_of
 
@@ -117,7 +117,9 @@ def test_observers_are_told_of_each_step_as_long_as_they_exist():
     assert alive() is None
 
 
-def compiled_steps(rank):
+@pytest.mark.around
+@on_processes(1)
+def test_a_step_in_compiled_code_is_seen_each_time(rank):
     warnings.filterwarnings("ignore", message=".*script_method")  # of what PyTorch's compiler imports
     observer, module = Observer(), one_weight()
     optimizer = sgd(module)
@@ -125,12 +127,7 @@ def compiled_steps(rank):
     step = torch.compile(optimizer.step, backend="eager")
     for _ in range(3):
         step()
-    return [what for what, _ in observer.seen]
-
-
-@pytest.mark.around
-def test_a_step_in_compiled_code_is_seen_each_time():
-    assert run_processes(1, compiled_steps) == [["begins", "ended"] * 3]
+    assert [what for what, _ in observer.seen] == ["begins", "ended"] * 3
 
 
 @on_ranks(2)
@@ -478,29 +475,12 @@ def resumed(rank):
     return again.module
 
 
-RIGHT = [
-    plain,
-    accumulating,
-    without_steps,
-    by_hand,
-    scaled,
-    adversaries,
-    two_groups_of_parameters,
-    in_closures,
-    in_backward,
-    nested,
-    perturbed,
-    averaged,
-    uneven,
-    left_out,
-    caught,
-    sharded,
-    frozen_for_a_while,
-    resumed,
-]
+OF_ONE_OPTIMIZER = [plain, accumulating, without_steps, by_hand, scaled, in_closures, perturbed, resumed]
+OF_SEVERAL = [adversaries, two_groups_of_parameters, in_backward, nested, averaged, sharded]
+WITH_BATCHES_THAT_DO_NOT_COUNT = [uneven, left_out, caught, frozen_for_a_while]
 
 
-@pytest.mark.parametrize("program", RIGHT)
+@pytest.mark.parametrize("program", [*OF_ONE_OPTIMIZER, *OF_SEVERAL, *WITH_BATCHES_THAT_DO_NOT_COUNT])
 @on_ranks(2)
 def test_programs_that_do_the_same_on_all_ranks(rank, program):
     modules = program(rank)
