@@ -22,6 +22,7 @@ from lockstep.errors import (
 )
 from lockstep.phases import Phases
 from processes import run_processes
+from small_modules import fails_in_backward
 
 MEMBERS = [1, 2]
 
@@ -66,24 +67,14 @@ def not_replicable(rank, group):
     lockstep.replicate(Net() if rank.rank == 1 else nn.EmbeddingBag(4, 2, max_norm=1.0), process_group=group)
 
 
-def fails(grad):
-    raise KeyError("this rank's own error")
-
-
-def failed_backward(rank, group):
-    model = net(rank, group)
-    loss = model(batch())
-    if rank.rank == 2:
-        loss.register_hook(fails)
-    loss.backward()
+def failed_backward(rank, group, modules=1):
+    models = [net(rank, group) for _ in range(modules)]
+    loss = sum(model(batch()) for model in models)
+    fails_in_backward(loss, rank.rank == 2, KeyError).backward()
 
 
 def failed_backward_of_two_modules(rank, group):
-    one, other = net(rank, group), net(rank, group)
-    loss = one(batch()) + other(batch())
-    if rank.rank == 2:
-        loss.register_hook(fails)
-    loss.backward()
+    failed_backward(rank, group, modules=2)
 
 
 def past_forward(rank, group):

@@ -67,6 +67,11 @@ def exchange(dtype, said, parameters=3, packed_buffers=0):
     return reports[0], total
 
 
+def report_of(dtype, statuses):
+    """Return what all ranks read if each uses every parameter, and has this status."""
+    return exchange(dtype, [([1, 1, 1], [], status) for status in statuses])[0]
+
+
 # ---------------------------------------------------------------------------------- used and late
 
 
@@ -82,7 +87,6 @@ def test_who_uses_what(dtype, world):
         ([[1, 1, 0]] + [last] * (world - 1), None if world > 1 else [True, True, False]),
     ]:
         report, _ = exchange(dtype, [(used, [], Status(0, through=1)) for used in said])
-
         assert report == RoundReport(expected)  # no status is decoded where all say the same
 
 
@@ -100,7 +104,6 @@ def test_late_gradients_of_any_rank_are_known_to_all(dtype, world):
 
 def test_a_module_without_parameters_has_a_report_too():
     report, _ = exchange(torch.float32, [([], [], Status(4))] * 2, parameters=0)
-
     assert report == RoundReport(None)
 
 
@@ -138,7 +141,6 @@ def test_parts_and_flags_are_counted(dtype):
     ]
     random.Random(0).shuffle(statuses)
     report, _ = exchange(dtype, [([0, 0, 0], [], status) for status in statuses])
-
     assert report == RoundReport([False] * 3, (), counted(statuses))
 
 
@@ -147,7 +149,7 @@ def test_weights_are_summed_exactly(dtype):
     numbers = random.Random(1)
     for weights in (WEIGHTS, [numbers.expovariate(1e-4) for _ in range(100)], [float(n) for n in range(200)]):
         statuses = [Status(3, weighted=True, called=1, weight=weight) for weight in weights]
-        report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+        report = report_of(dtype, statuses)
         assert report.sums == counted(statuses)
         assert report.sums.weight == math.fsum(weights)
         assert not report.sums.name_ranks
@@ -168,7 +170,7 @@ def test_numbers_that_differ_are_told_apart(dtype, field):
     for bit in range(bits):
         other = usual._replace(**{field: getattr(usual, field) ^ 1 << bit})
         for statuses in ([usual, other], [other] + [usual] * 7):
-            report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+            report = report_of(dtype, statuses)
             assert report.sums == counted(statuses, differ=True)
             assert report.sums.name_ranks
 
@@ -181,7 +183,7 @@ def test_digests_of_what_optimizers_left_are_told_apart(dtype, field):
         other = usual._replace(**{field: getattr(usual, field) ^ 1 << bit})
         if getattr(other, field):
             for statuses in ([usual, other], [other] + [usual] * 7):
-                report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+                report = report_of(dtype, statuses)
                 assert report.sums == counted(statuses, drift=True)
                 assert not report.sums.name_ranks
 
@@ -191,7 +193,7 @@ def test_ranks_that_tell_no_digest_differ_from_nobody_and_are_counted(dtype):
     usual = Status(9, 7, called=5, numbers=3, values=5)
     for silent in (usual._replace(numbers=0), usual._replace(values=0)):
         statuses = [usual, silent, usual]
-        report, _ = exchange(dtype, [([1, 1, 1], [], status) for status in statuses])
+        report = report_of(dtype, statuses)
         assert report == RoundReport(None) if silent.values else report.sums == counted(statuses)
 
 
@@ -202,9 +204,7 @@ def test_ranks_without_a_pass_or_a_number_of_steps_differ_from_nobody():
 
 
 def test_how_many_forwards_backward_went_through_may_differ():
-    assert exchange(torch.float32, [([1] * 3, [], Status(9, called=1, through=n)) for n in (1, 7)])[0] == RoundReport(
-        None
-    )
+    assert report_of(torch.float32, [Status(9, called=1, through=n) for n in (1, 7)]) == RoundReport(None)
 
 
 @every_dtype
@@ -213,7 +213,7 @@ def test_ranks_that_say_the_same_are_all_heard_if_it_has_consequences(dtype, wor
     usual = Status(3, 4, called=1, through=2, unused_forwards=1, steps=1)
     for changes in [*({"part": part} for part in Part), *({flag: True} for flag in FLAGS)]:
         status = usual._replace(**changes)
-        report, _ = exchange(dtype, [([1, 1, 1], [], status)] * world)
+        report = report_of(dtype, [status] * world)
         assert report == RoundReport(None, (), None if status == usual else counted([status] * world))
 
 
@@ -308,9 +308,8 @@ def test_writing_clears_what_the_row_held():
     row = torch.full((layout.numel,), 9.0)
     layout.write(row, bytearray([1, 0]), [], Status(5))
 
-    assert row[: layout.packed_buffers.start].count_nonzero() == 1 + sum(
-        ROW.encode(Status(5), 1)
-    )  # one parameter, and the status
+    told = 1 + sum(ROW.encode(Status(5), 1))  # one parameter, and the status
+    assert row[: layout.packed_buffers.start].count_nonzero() == told
     assert row[layout.packed_buffers].tolist() == [9.0] * 3  # who writes buffers clears their places
 
 
