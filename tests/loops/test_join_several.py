@@ -12,7 +12,8 @@ import lockstep
 from ddp_reference import both, ddp_class
 from lockstep.errors import AgreementError, OptionError, PeerError
 from processes import on_processes, run_processes
-from small_modules import one_weight
+from programs.ranks import clear, scalars
+from small_modules import one_weight, x_of
 from tensor_classes import Hiding
 from threaded import count_collectives
 
@@ -36,88 +37,86 @@ def one_of_another(a, b, x):
     b(a(x)).sum().backward()
 
 
-def in_two_backwards_of_one(a, b, x):
-    """The second wrapper's gradients pile up."""
+def without_sync_of_the_second(a, b, x):
     b.require_backward_grad_sync = False
     (a(x) + b(x)).sum().backward()
     b.require_backward_grad_sync = True
 
 
-def run(rank, use, implementation, initial):
-    """Rank 0 has one batch, rank 1 has three; gradients of each wrapper are r + 1 on rank r."""
-    make = ddp_class(implementation)
-    a, b = make(one_weight()), make(one_weight())
+def of_one_generated_batch(a, b, x):
+    """The second wrapper, which is not the first in the context, runs more often in an iteration."""
+    made = a(x)
+    (b(x) - b(made.detach())).sum().backward()
+    b.zero_grad()
+    b(made).sum().backward()
+
+
+def wrappers(implementation="lockstep", make=one_weight, **options):
+    return [ddp_class(implementation)(make(), **options) for _ in range(2)]
+
+
+def gradients(rank, a, b, use, **options):
+    """Of both wrappers in each batch. Rank 0 has one, rank 1 three; without the mean they are r + 1 on rank r."""
     seen = []
-    with Join([a, b], divide_by_initial_world_size=initial):
+    with Join([a, b], **options):
         for _ in range(1 + 2 * rank.rank):
-            a.zero_grad()
-            b.zero_grad()
-            use(a, b, torch.full((1, 1), rank.rank + 1.0))
-            seen.append([a.module.weight.grad.item(), b.module.weight.grad.item()])
+            clear(a, b)
+            use(a, b, x_of(rank))
+            seen.append(scalars(a, b))
     return seen
 
 
 @both
 @pytest.mark.parametrize("initial", [True, False], ids=["all ranks", "ranks with batches"])
-def test_several_wrappers_in_one_context(implementation, initial):
+@on_processes(2)
+def test_several_wrappers_in_one_context(rank, implementation, initial):
     alone = 1.0 if initial else 2.0
     second = 1.0 if implementation == "torch" else alone  # the option is the first wrapper's only, there
-    found = run_processes(2, run, one_after_the_other, implementation, initial)
-    assert found == [[[1.5, 1.5]], [[1.5, 1.5], [alone, second], [alone, second]]]
+    wanted = [[1.5, 1.5], [alone, second], [alone, second]]
+    found = gradients(rank, *wrappers(implementation), one_after_the_other, divide_by_initial_world_size=initial)
+    assert found == wanted[: 1 + 2 * rank.rank]
 
 
-@pytest.mark.parametrize("use", [together, the_other_way_round, one_of_another])
-def test_forwards_and_backwards_of_several_wrappers_in_any_order(use):
-    assert run_processes(2, run, use, "lockstep", True) == [[[1.5, 1.5]], [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]]]
+@pytest.mark.parametrize("use", [together, the_other_way_round, one_of_another, of_one_generated_batch])
+@on_processes(2)
+def test_forwards_and_backwards_of_several_wrappers_in_any_order(rank, use):
+    assert gradients(rank, *wrappers(), use) == [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]][: 1 + 2 * rank.rank]
 
 
 @on_processes(2)
 def test_wrappers_that_send_buckets_early(rank):
     """Outside of `join`, these send buckets before the end of backward."""
-
-    def layers():
-        return torch.nn.Sequential(*(one_weight() for _ in range(3)))
-
-    a, b = (lockstep.DistributedDataParallel(layers(), bucket_cap_mb=1e-6) for _ in range(2))
-    x = torch.full((1, 1), rank.rank + 1.0)
+    layers = lambda: torch.nn.Sequential(*(one_weight() for _ in range(3)))  # noqa: E731
+    a, b = wrappers(make=layers, bucket_cap_mb=1e-6)
     for _ in range(2):
-        b(a(x)).sum().backward()
-    seen = []
-    with Join([a, b]):
-        for _ in range(1 + 2 * rank.rank):
-            a.zero_grad()
-            b.zero_grad()
-            b(a(x)).sum().backward()
-            seen.append([p.grad.item() for p in (*a.parameters(), *b.parameters())])
-    assert seen == [[[1.5] * 6], [[1.5] * 6, [1.0] * 6, [1.0] * 6]][rank.rank]
+        one_of_another(a, b, x_of(rank))
+    assert gradients(rank, a, b, one_of_another) == [[1.5] * 6, [1.0] * 6, [1.0] * 6][: 1 + 2 * rank.rank]
 
 
-def test_a_wrapper_that_does_not_synchronise_beside_one_that_does():
-    found = run_processes(2, run, in_two_backwards_of_one, "lockstep", True)
-    assert found == [[[1.5, 1.0]], [[1.5, 2.0], [1.0, 2.0], [1.0, 2.0]]]
+@on_processes(2)
+def test_a_wrapper_that_does_not_synchronise_beside_one_that_does(rank):
+    found = gradients(rank, *wrappers(), without_sync_of_the_second)
+    assert found == [[[1.5, 1.0]], [[1.5, 2.0], [1.0, 2.0], [1.0, 2.0]]][rank.rank]
 
 
 @on_processes(2)
 def test_a_round_between_two_iterations_of_a_wrapper_is_none_of_them(rank):
     """Run a second backward through the second wrapper's last forward, after the next one of the first wrapper."""
-    a, b = (lockstep.DistributedDataParallel(one_weight()) for _ in range(2))
+    (a, b), x = wrappers(), x_of(rank)
     seen, kept = [], []
     with Join([a, b]):
         for _ in range(1 + 2 * rank.rank):
-            a.zero_grad()
-            b.zero_grad()
-            x = torch.full((1, 1), rank.rank + 1.0)
+            clear(a, b)
             first = a(x).sum()
             for loss in kept:
                 loss.backward()
-                seen.append(b.module.weight.grad.item())
+                seen += scalars(b)
                 b.zero_grad()
             first.backward()
             kept = [b(x).sum()]
             kept[0].backward(retain_graph=True)
-            seen.append([a.module.weight.grad.item(), b.module.weight.grad.item()])
-    found = seen
-    assert found == [[[1.5, 1.5]], [[1.5, 1.5], 1.0, [1.0, 1.0], 1.0, [1.0, 1.0]]][rank.rank]
+            seen.append(scalars(a, b))
+    assert seen == [[[1.5, 1.5]], [[1.5, 1.5], 1.0, [1.0, 1.0], 1.0, [1.0, 1.0]]][rank.rank]
 
 
 @pytest.mark.parametrize("how", ["join()", "Join", "join() that raised"])
@@ -198,52 +197,30 @@ def adversarial(a, b, x):
     b(a(x)).sum().backward()
 
 
-def of_one_generated_batch(a, b, x):
-    made = a(x)
-    (b(x) - b(made.detach())).sum().backward()
-    b.zero_grad()
-    b(made).sum().backward()
-
-
-def with_too_many_forwards(rank, use, several):
-    a, b = lockstep.DistributedDataParallel(one_weight()), lockstep.DistributedDataParallel(one_weight())
-    seen = []
-    try:
-        with Join([a, b] if several else [a]):
-            for _ in range(1 + 2 * (rank.rank > 0)):
-                use(a, b, torch.ones(1, 1))
-                seen.append(a.module.weight.grad.item())
-    except (OptionError, PeerError) as error:
-        return len(seen), type(error), str(error)
-    return len(seen), None, ""
+def steps_before(rank, error, words, use, several=True):
+    """The steps in one context before an error that is said on this rank."""
+    (a, b), steps = wrappers(), 0
+    with pytest.raises(error, match=words), Join([a, b] if several else [a]):
+        for _ in range(1 + 2 * (rank.rank > 0)):
+            use(a, b, torch.ones(1, 1))
+            steps += 1
+    return steps
 
 
 @pytest.mark.parametrize(
     ("use", "several"),
     [(two_forwards, False), (two_forwards, True), (a_forward_without_backward, False), (adversarial, True)],
 )
-def test_more_forwards_than_ranks_that_have_run_out_can_follow_are_named(use, several):
-    gone, *others = run_processes(3, with_too_many_forwards, use, several)
-    assert gone[:2] == (1, PeerError)
-    for number, (steps, kind, said) in enumerate(others, 1):
-        assert (steps, kind) == (1, OptionError)
-        assert said.startswith(f"rank {number}, in join(): forward of Linear begins again"), said
+@on_processes(3)
+def test_more_forwards_than_ranks_that_have_run_out_can_follow_are_named(rank, use, several):
+    told = rf"^rank {rank.rank}, in join\(\): forward of Linear begins again" if rank.rank else None
+    assert steps_before(rank, OptionError if rank.rank else PeerError, told, use, several) == 1
 
 
-def test_a_wrapper_that_is_not_the_first_may_run_more_often_in_an_iteration():
-    found = run_processes(2, run, of_one_generated_batch, "lockstep", True)
-    assert found == [[[1.5, 1.5]], [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]]]
-
-
-def the_second_one_first(a, b, x):
-    (b(x) + a(x)).sum().backward()
-
-
-def test_forward_of_the_first_wrapper_comes_first():
-    for number, found in enumerate(run_processes(2, with_too_many_forwards, the_second_one_first, True)):
-        steps, kind, said = found
-        assert (steps, kind) == (0, OptionError)
-        assert said.startswith(f"rank {number}, in join(): forward of Linear has come before that of Linear"), said
+@on_processes(2)
+def test_forward_of_the_first_wrapper_comes_first(rank):
+    told = rf"^rank {rank.rank}, in join\(\): forward of Linear has come before that of Linear"
+    assert steps_before(rank, OptionError, told, lambda a, b, x: (b(x) + a(x)).sum().backward()) == 0
 
 
 @on_processes(2)
@@ -256,6 +233,6 @@ def test_a_context_whose_first_is_no_module(rank):
     with Join([optimizer, ddp]):
         for _ in range(2):
             optimizer.zero_grad()
-            ddp(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
+            ddp(x_of(rank)).sum().backward()
             optimizer.step()
     assert round(ddp.module.weight.item(), 6) == 0.7
