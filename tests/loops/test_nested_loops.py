@@ -11,21 +11,9 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError
-from programs.ranks import on_ranks, replicated
+from programs.networks import Signed
+from programs.ranks import on_ranks, replicated, scalars
 from threaded import run_ranks
-
-
-class Written(nn.Module):
-    """One weight, whose gradient is what is given. Forward writes into a buffer which turn it is, on which rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("written", torch.zeros(2))
-
-    def forward(self, value, turn, rank):
-        self.written = torch.tensor([float(turn), float(rank)])
-        return value * self.weight
 
 
 class Program:
@@ -33,7 +21,7 @@ class Program:
 
     def __init__(self, rank):
         self.rank, self.turn = rank, 0
-        self.model = lockstep.replicate(Written(), process_group=rank.group)
+        self.model = replicated(rank, Signed)
         self.before = 0, 0
 
     def step(self, active, *loops):
@@ -41,7 +29,7 @@ class Program:
         rank, self.turn = self.rank, self.turn + 1
         where = self.turn, list(active)
         self.model.zero_grad()
-        self.model(self._value(rank.rank), self.turn, rank.rank).backward()
+        self.model(self.turn, rank.rank, self._value(rank.rank)).backward()
         grad = self.model.weight.grad
         if active:
             mean = sum(map(self._value, active)) / len(active)
@@ -51,7 +39,7 @@ class Program:
         else:
             assert grad is None, where
         lockstep.loop.skipped(self.model)  # on accelerators, waits for the buffers
-        assert tuple(map(int, self.model.written.tolist())) == self.before, where
+        assert self.model.signature() == self.before, where
         if loops:
             assert loops[-1].is_padding == (rank.rank not in active), where
 
@@ -176,7 +164,9 @@ def test_evaluation_inside_of_a_loop(rank):
     assert seen == [6, 4][rank.rank]
 
 
-def micro_batches(rank, skipped):
+@pytest.mark.parametrize("skipped", [None, (1, 2)])
+@on_ranks(2)
+def test_micro_batches_in_an_inner_loop(rank, skipped):
     """The inner loop piles up, and the round comes after it; one rank leaves out a batch in an inner one."""
     model = replicated(rank)
     outer, inner = (2, 3), (3, 1)
@@ -189,19 +179,9 @@ def micro_batches(rank, skipped):
                 if skipped == (number, place) and rank.rank == 0:
                     lockstep.loop.skip_batch(model)
         model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
-        grad = model.weight.grad
-        found.append((None if grad is None else grad.item(), lockstep.loop.skipped(model)))
-    return found
-
-
-def test_micro_batches_in_an_inner_loop():
+        found.append((*scalars(model), lockstep.loop.skipped(model)))
     usual, last = ((3 + 1) * 1.0 + (1 + 1) * 2.0) / 2, (1 + 1) * 2.0
-    assert run_ranks(2, micro_batches, None) == [[(usual, False), (usual, False), (last, False)]] * 2
-
-
-def test_a_micro_batch_of_an_inner_loop_that_is_left_out_is_one_of_the_outer_batch():
-    usual, last = ((3 + 1) * 1.0 + (1 + 1) * 2.0) / 2, (1 + 1) * 2.0
-    assert run_ranks(2, micro_batches, (1, 2)) == [[(usual, False), (None, True), (last, False)]] * 2
+    assert found == [(usual, False), (None, True) if skipped else (usual, False), (last, False)]
 
 
 @on_ranks(2)
@@ -223,8 +203,12 @@ def test_each_loop_knows_which_of_its_batches_was_left_out(rank):
     assert found == [False, False, True, False, True, False]
 
 
-def asks_outside(rank):
-    """The last batch of an inner loop is left out, of which only the outer loop asks."""
+@pytest.mark.usefixtures("sim")
+@pytest.mark.parametrize("device", ["", "sim"])
+@on_ranks(2, "device")
+def test_a_batch_of_an_inner_loop_that_was_left_out_is_none_of_the_outer_loop(rank):
+    """The last one, of which only the outer loop asks. On accelerators its report is read when the inner loop is
+    over."""
     model, found = replicated(rank), []
     for number, _ in enumerate(lockstep.batches([0] * 6, model)):
         for place, _ in enumerate(lockstep.batches([0] * 2, model)):
@@ -238,14 +222,7 @@ def asks_outside(rank):
         model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
         if number >= 4:
             found.append((lockstep.loop.skipped(model), model.weight.grad.item()))
-    return found
-
-
-@pytest.mark.parametrize("kind", ["cpu", "sim"], indirect=True)
-def test_a_batch_of_an_inner_loop_that_was_left_out_is_none_of_the_outer_loop(kind):
-    """On accelerators its report is read when the inner loop is over."""
-    device = "" if kind == "cpu" else kind
-    assert run_ranks(2, asks_outside, device=device) == [[False, (False, 1.5)] * 2] * 2
+    assert found == [False, (False, 1.5)] * 2
 
 
 @pytest.mark.parametrize("again", [False, True])

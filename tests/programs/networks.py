@@ -81,6 +81,22 @@ class Deep(nn.Module):
         return x
 
 
+class Signed(nn.Module):
+    """One weight, whose gradient is what is given. Forward writes into a buffer which turn it is, and on which rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("written", torch.zeros(2))
+
+    def forward(self, turn, rank, value=1.0):
+        self.written = torch.tensor([float(turn), float(rank)])
+        return value * self.weight
+
+    def signature(self):
+        return tuple(map(int, self.written.tolist()))
+
+
 class OnDemand(nn.Module):
     """The loss of layers, one of which is used on demand, with a batch norm; backward fails on demand."""
 
