@@ -22,57 +22,36 @@ class Rows(IterableDataset):
         return iter(torch.arange(4.0) + self.begin)
 
 
-def not_divided(rank):
-    return DataLoader(DATA, 2)
+def shuffled(seed):
+    return DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
 
-def shuffled_alike(rank):
-    return DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(0))
+def sampled(rank, data):
+    return DataLoader(data, 2, sampler=DistributedSampler(data, rank.world, rank.rank))
 
 
-def sharded(rank):
-    return DataLoader(lockstep.loop.shard(DATA, rank.group), 2)
-
-
-def with_sampler(rank):
-    return DataLoader(DATA, 2, sampler=DistributedSampler(DATA, rank.world, rank.rank))
-
-
-def shuffled(rank):
-    return DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(rank.rank))
-
-
-def divided_twice(rank):
-    part = lockstep.loop.shard(DATA, rank.group)
-    return DataLoader(part, 2, sampler=DistributedSampler(part, rank.world, rank.rank))
-
-
-def streamed_alike(rank):
-    return DataLoader(Rows(0), 2)
-
-
-def streamed(rank):
-    return DataLoader(Rows(4 * rank.rank), 2)
-
-
-def no_loader(rank):
-    return [torch.ones(2, 1)]
+def part(rank):
+    return lockstep.loop.shard(DATA, rank.group)
 
 
 SAME = r"rank \d: batches\(\) has given all ranks the same first batch, so they train on the same rows\. "
 TWICE = r"batches\(\) got a DataLoader of shard\(\)'s part of a TensorDataset, with a DistributedSampler over 2 ranks, "
 
 
-@pytest.mark.parametrize(
-    ("loader", "loops", "text"),
-    [
-        (not_divided, 2, SAME),
-        (shuffled_alike, 2, SAME),
-        (streamed_alike, 1, SAME),
-        (divided_twice, 1, TWICE),
-        *((each, 3, None) for each in (sharded, with_sampler, shuffled, streamed, no_loader)),
-    ],
-)
+LOADERS = {
+    "not divided": (lambda rank: DataLoader(DATA, 2), 2, SAME),
+    "shuffled alike": (lambda rank: shuffled(0), 2, SAME),
+    "streamed alike": (lambda rank: DataLoader(Rows(0), 2), 1, SAME),
+    "divided twice": (lambda rank: sampled(rank, part(rank)), 1, TWICE),
+    "sharded": (lambda rank: DataLoader(part(rank), 2), 3, None),
+    "with a sampler": (lambda rank: sampled(rank, DATA), 3, None),
+    "shuffled": (lambda rank: shuffled(rank.rank), 3, None),
+    "streamed": (lambda rank: DataLoader(Rows(4 * rank.rank), 2), 3, None),
+    "no loader": (lambda rank: [torch.ones(2, 1)], 3, None),
+}
+
+
+@pytest.mark.parametrize(("loader", "loops", "text"), LOADERS.values(), ids=LOADERS)
 def test_loaders_of_all_ranks(loader, loops, text):
     def train(rank):
         model = lockstep.replicate(torch.nn.Linear(1, 1), process_group=rank.group)
