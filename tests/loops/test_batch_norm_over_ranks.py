@@ -14,7 +14,9 @@ from lockstep import DataParallel
 from lockstep.errors import AgreementError, CommunicationError, LayoutError, OptionError, PeerError
 from lockstep.local import SyncBatchNorm
 from processes import run_processes
+from programs.networks import Applying
 from programs.ranks import on_ranks
+from small_modules import fails_in_backward
 from threaded import count_collectives, run_ranks
 
 ROWS = {"2 ranks": (2, 5), "3 ranks": (3, 1, 2), "an empty rank": (4, 0, 3)}
@@ -179,14 +181,9 @@ def test_other_ranks_take_no_part_in_a_group():
     run_ranks(1, lambda rank: torch.equal(SyncBatchNorm(3, process_group=rank.group)(x), nn.BatchNorm1d(3)(x)))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.0), nn.Linear(3, 1)
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(checkpoint(self.norm, self.first(x), use_reentrant=self.reentrant))
+def checkpointed(reentrant):
+    forward = lambda m, x: m.last(checkpoint(m.norm, m.linear(x), use_reentrant=reentrant))  # noqa: E731
+    return Applying(forward, (3, 3), norm=nn.BatchNorm1d(3, momentum=0.0), last=nn.Linear(3, 1)).double()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -194,7 +191,7 @@ class Checkpointed(nn.Module):
 def test_a_checkpointed_segment(rank, reentrant):
     """Backward runs forward again, on every rank, and no bucket of gradients comes in between."""
     x = rank.make(lambda: torch.randn(6, 3, dtype=torch.float64))
-    plain = rank.make(lambda: Checkpointed(reentrant).double())
+    plain = rank.make(lambda: checkpointed(reentrant))
     model = ranks_model(plain, rank, bucket_cap_mb=1e-5)
     plain(x).pow(2).sum().backward()
     for _ in range(3):
@@ -216,22 +213,11 @@ def test_sums_of_losses_with_weights_have_the_gradients_of_one_process(rank):
     close(gradients(model), gradients(plain))
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError("no gradient")
-
-
 @pytest.mark.parametrize("skips", [False, True])
 @on_ranks(2, hosts="aa")
 def test_a_backward_that_fails_on_one_rank(rank, skips):
     model = ranks_model(network(rank), rank)
-    y = model(images((3,)))
-    loss = (Fails.apply(y) if rank.rank == 1 else y).sum()
+    loss = fails_in_backward(model(images((3,))), rank.rank == 1, KeyError).sum()
     words = "backward failed on rank 1 before it came to the statistics of SyncBatchNorm"
     error = pytest.raises(KeyError) if rank.rank else pytest.raises(PeerError, match=words)
     with lockstep.loop.skip_on(KeyError, PeerError, modules=[model]) if skips else error:

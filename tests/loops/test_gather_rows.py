@@ -62,8 +62,7 @@ def own_part(model, x):
     """Each rank computes the part of its own rows, so that the mean over the ranks is the whole loss."""
     features, own = gather_rows(model(x), model)
     logits, labels = similar(features, model.scale)
-    ranks = model.ranks
-    return cross_entropy(logits[own], labels[own], reduction="sum") * ranks / len(features)
+    return cross_entropy(logits[own], labels[own], reduction="sum") * model.ranks / len(features)
 
 
 def gradients(model):
@@ -191,16 +190,10 @@ def test_nested_rows_and_what_is_this_ranks(rank, world):
 
 @on_ranks(2)
 def test_a_rank_without_rows(rank):
-    x = drawn(4, 5)
-    model = replicated(rank, Encoder)
-    whole_loss(model, x[:4] if rank.rank == 0 else x[:0]).backward()
-    plain = rank.make(Encoder)
-    whole_loss_alone(plain, x).backward()
+    x, model, plain = drawn(4, 5), replicated(rank, Encoder), rank.make(Encoder)
+    whole_loss(model, x if rank.rank == 0 else x[:0]).backward()
+    whole_loss(plain, x).backward()
     close(gradients(model), gradients(plain))
-
-
-def whole_loss_alone(model, x):
-    return cross_entropy(*similar(model(x), model.scale))
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
