@@ -87,6 +87,22 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
+ROWS = TensorDataset(torch.arange(16.0).view(16, 1))
+
+
+def batches_of(
+    rank: Rank, rows: Any = ROWS, size: int = 4, shares: int = 4, *, shuffle: bool = False, **options: Any
+) -> lockstep.shares.GlobalBatches:
+    """Batches of the rows, in their order."""
+    return lockstep.shares.GlobalBatches(rows, size, shares, shuffle=shuffle, process_group=rank.group, **options)
+
+
+def backward(model: Any, batch: Any) -> None:
+    """Through the sum of what each share of a batch gives."""
+    for (x,) in batch:
+        model(x).sum().backward()
+
+
 def train(
     rank: Rank, cell: Cell, steps: int = 3, shares: int = 8, data: Dataset[Any] | None = None, batch_size: int = 32
 ) -> str:

@@ -18,7 +18,7 @@ from lockstep.shares import balance
 from lockstep.shares.balance import Balance, Pace, ShareClock
 from processes import run_processes
 from programs.ranks import on_ranks, replicated
-from share_runs import CELLS, MODELS, data_of, forever, make_optimizer
+from share_runs import CELLS, MODELS, backward, batches_of, data_of, forever, make_optimizer
 from threaded import run_ranks
 
 # ---------------------------------------------------------------------------- when the deal changes
@@ -161,29 +161,22 @@ def test_without_balance_all_compute_equally_many(alone):
 def test_statistics_show_the_deal(rank):
     unknown, known = ([4, 4], [None, None], None), ([4, 4], [1.0, 2.0], 0.0)
     model = lockstep.replicate(torch.nn.Linear(1, 1), shares=8, process_group=rank.group)
-    rows = TensorDataset(torch.ones(64, 1))
     found = [lockstep.loop.statistics(model)]
-    for batch in lockstep.shares.GlobalBatches(rows, 16, 8, balance="speed", process_group=rank.group):
+    for batch in batches_of(rank, TensorDataset(torch.ones(64, 1)), 16, 8, balance="speed"):
         PACE.seconds = (nan, 1.0, 1.0, 1.0)[batch.number] * (1 + rank.rank)
-        for (x,) in batch:
-            model(x).sum().backward()
+        backward(model, batch)
         found.append(lockstep.loop.statistics(model))
     got = [(each.shares, each.share_seconds, each.saved_by_deal) for each in found]
     assert got == [([], [], None), unknown, known, known, ([6, 2], [1.0, 2.0], 0.25)]
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # PyTorch 2.11
-def test_a_label_of_the_profiler_has_the_deal():
-    def work(rank):
-        model = lockstep.replicate(torch.nn.Linear(1, 1), shares=2, process_group=rank.group)
-        rows = TensorDataset(torch.ones(4, 1))
-        with torch.profiler.profile() as profile:
-            for batch in lockstep.shares.GlobalBatches(rows, 4, 2, process_group=rank.group):
-                for (x,) in batch:
-                    model(x).sum().backward()
-        return {each.name for each in profile.events()}
-
-    assert "lockstep::finish (batch 0 of epoch 0, shares 2)" in run_ranks(1, work)[0]
+@on_ranks(1)
+def test_a_label_of_the_profiler_has_the_deal(rank):
+    model = replicated(rank, shares=2)
+    with torch.profiler.profile() as profile:
+        backward(model, next(iter(batches_of(rank, shares=2))))
+    assert "lockstep::finish (batch 0 of epoch 0, shares 2)" in {each.name for each in profile.events()}
 
 
 CASES = {
@@ -255,12 +248,9 @@ def test_loops_that_are_left_and_batches_that_are_left_out():
     """After an error, and in the next loop, every rank goes on."""
 
     def work(rank):
-        model = lockstep.replicate(torch.nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
+        model = replicated(rank, shares=4)
         rows = TensorDataset(torch.arange(64.0).view(64, 1))
-        data = lockstep.shares.GlobalBatches(rows, 8, 4, balance="speed", process_group=rank.group)
-        found = []
-        with torch.no_grad():
-            model.weight.fill_(1)
+        data, found = batches_of(rank, rows, 8, shuffle=True, balance="speed"), []
         for number, batch in enumerate(itertools.islice(forever(data), 30)):
             if number % 7 == 3:
                 continue
@@ -276,8 +266,7 @@ def test_loops_that_are_left_and_batches_that_are_left_out():
                 found.append(model.weight.grad.item())
         for _ in range(3):
             for batch in data:
-                for (x,) in batch:
-                    model(x).sum().backward()
+                backward(model, batch)
                 break
         found.append(model.weight.grad.item())
         return found
@@ -320,24 +309,15 @@ def test_shares_cost_about_the_same_and_have_every_row_once(cost, padded):
             assert max(costs) - min(costs) <= 2
 
 
-def test_gradients_by_cost_are_those_of_the_whole_batch():
-    lengths = TensorDataset(torch.arange(1.0, 17).view(16, 1))
-
-    def work(rank, cost):
-        model = lockstep.replicate(torch.nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(lengths, 16, 4, cost=cost, process_group=rank.group)
-        found = []
-        for batch in data:
-            for (x,) in batch:
-                with lockstep.accumulate(model, weight=x.sum()):
-                    model(x * x).sum().backward()
-            found.append(len(batch))
-        return model.weight.grad.item(), found
-
-    weight = sum(range(1, 17))
-    for world in (1, 2, 3):
-        for grad, _ in run_ranks(world, work, range(1, 17)):
-            assert grad == sum(n * n for n in range(1, 17)) / weight
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks(None, "world")
+def test_gradients_by_cost_are_those_of_the_whole_batch(rank):
+    model, costs = replicated(rank, shares=4), range(1, 17)
+    for batch in batches_of(rank, TensorDataset(torch.arange(1.0, 17).view(16, 1)), 16, shuffle=True, cost=costs):
+        for (x,) in batch:
+            with lockstep.accumulate(model, weight=x.sum()):
+                model(x * x).sum().backward()
+    assert model.weight.grad.item() == sum(n * n for n in costs) / sum(costs)
 
 
 @pytest.mark.parametrize(
@@ -362,25 +342,13 @@ def test_a_state_with_other_costs_is_refused():
             other.load_state_dict(made[0].state_dict())
 
 
-def test_costs_that_differ_between_ranks_are_an_error_on_every_rank():
+@on_ranks(2, raises=PeerError, says="samples in each share, by cost")
+def test_costs_that_differ_between_ranks_are_an_error_on_every_rank(rank):
+    cost = [4, 1, 3, 2] if rank.rank else [4, 3, 2, 1]  # rows 0 and 1 are in a share, or 0 and 3
     rows = TensorDataset(torch.arange(4.0).view(4, 1))
-
-    def work(rank):
-        model = lockstep.replicate(torch.nn.Linear(1, 1), shares=2, process_group=rank.group)
-        cost = [4, 1, 3, 2] if rank.rank else [4, 3, 2, 1]  # rows 0 and 1 are in a share, or 0 and 3
-        for batch in lockstep.shares.GlobalBatches(rows, 4, 2, cost=cost, shuffle=False, process_group=rank.group):
-            for (x,) in batch:
-                model(x).sum().backward()
-
-    for error in run_ranks(2, work, errors=True):
-        assert isinstance(error, PeerError)
-        assert "samples in each share, by cost" in str(error)
+    backward(replicated(rank, shares=2), next(iter(batches_of(rank, rows, shares=2, cost=cost))))
 
 
 @on_ranks(2, raises=OptionError, says="let the loss be a sum")
 def test_costs_and_a_loss_that_is_a_mean_do_not_go_together(rank):
-    model = lockstep.replicate(torch.nn.Linear(1, 1), shares=4, loss="mean", process_group=rank.group)
-    rows = TensorDataset(torch.ones(16, 1))
-    for batch in lockstep.shares.GlobalBatches(rows, 16, 4, cost=[1.0] * 16, process_group=rank.group):
-        for (x,) in batch:
-            model(x).mean().backward()
+    backward(replicated(rank, shares=4, loss="mean"), next(iter(batches_of(rank, size=16, cost=[1.0] * 16))))

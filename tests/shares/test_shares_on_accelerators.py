@@ -14,19 +14,25 @@ from torch.nn.functional import cross_entropy
 import lockstep
 from lockstep.errors import AgreementError, AuditError, PeerError
 from processes import run_processes
-from programs.ranks import on_ranks
-from share_runs import MODELS, data_of, forever, make_optimizer
+from programs.ranks import on_ranks, replicated
+from share_runs import MODELS, batches_of, data_of, forever, make_optimizer
+from small_modules import one_weight
 from threaded import run_ranks
 
 pytestmark = pytest.mark.usefixtures("sim")
 
 
+def rows_of(count):
+    with torch.device("cpu"):
+        return torch.utils.data.TensorDataset(torch.arange(float(count)).view(count, 1))
+
+
 def train(rank, model, steps=3, audits=True):
     """The fingerprint after so many steps, and whether the accelerator's random numbers go on as without shares."""
-    replicated = lockstep.replicate(rank.make(MODELS[model]), shares=8, process_group=rank.group)
-    assert {p.device for p in replicated.parameters()} == {rank.device}
-    lockstep.shares.audit(replicated, every=2 if audits else None)
-    optimizer = make_optimizer("SGD", replicated)
+    net = replicated(rank, MODELS[model], shares=8)
+    assert {p.device for p in net.parameters()} == {rank.device}
+    lockstep.shares.audit(net, every=2 if audits else None)
+    optimizer = make_optimizer("SGD", net)
     torch.sim.manual_seed(rank.rank)
     before = torch.sim.get_rng_state(rank.device)
     with torch.device("cpu"):
@@ -35,12 +41,11 @@ def train(rank, model, steps=3, audits=True):
     for batch in itertools.islice(forever(batches), steps):
         optimizer.zero_grad()
         for x, y in batch:
-            loss = cross_entropy(replicated(x.to(rank.device)), y.to(rank.device), reduction="sum")
-            loss.backward()
-        nn.utils.clip_grad_norm_(replicated.parameters(), 1.0)
+            cross_entropy(net(x.to(rank.device)), y.to(rank.device), reduction="sum").backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
     kept = torch.equal(torch.sim.get_rng_state(rank.device), before)
-    return lockstep.shares.fingerprint(replicated, optimizer), kept
+    return lockstep.shares.fingerprint(net, optimizer), kept
 
 
 @pytest.mark.parametrize("model", ["digits", pytest.param("characters", marks=pytest.mark.around)])
@@ -67,26 +72,19 @@ def test_the_same_bits_in_processes_that_share_memory(model):
 
 @on_ranks(2, raises=AuditError, says="gradient of weight", device="sim")
 def test_a_bit_that_is_turned_over_on_an_accelerator_is_found(rank):
-    model = lockstep.replicate(nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
+    model = replicated(rank, shares=4)
     lockstep.shares.audit(model, every=1)
     if rank.rank == 1:
         model.weight.register_hook(lambda gradient: gradient + 1)
-    with torch.device("cpu"):
-        rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
-    for (x,) in next(iter(lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group))):
+    for (x,) in next(iter(batches_of(rank, rows_of(4)))):
         model(x.to(rank.device)).sum().backward()
 
 
 def moved(rank, where, alone=False):
     """Gradients, or an error, of four steps; before the third the model moves to device `where(rank)`, on the last rank
     only if `alone`."""
-    model = lockstep.replicate(nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
-    nn.init.zeros_(model.weight)
-    with torch.device("cpu"):
-        rows = torch.utils.data.TensorDataset(torch.arange(16.0).view(16, 1))
-    batches = lockstep.shares.GlobalBatches(rows, 8, 4, shuffle=False, process_group=rank.group)
-    found = []
-    for number, batch in enumerate(itertools.islice(forever(batches), 4)):
+    model, found = replicated(rank, lambda: one_weight(0.0), shares=4), []
+    for number, batch in enumerate(itertools.islice(forever(batches_of(rank, rows_of(16), 8)), 4)):
         if number == 2 and (not alone or rank.rank + 1 == rank.world):
             model.to(where(rank))
         model.zero_grad()
@@ -121,30 +119,22 @@ def test_a_model_that_moves_to_the_host_would_give_other_bits():
         assert "when the module was replicated device was sim, now it is cpu" in found[2]
 
 
-def waits(rank, sim, sizes):
-    """The lines that show a wait for the device, in the third step of a network without buffers."""
+@pytest.mark.parametrize("sizes", [[2], [600, 600]], ids=["small", "large"])
+@on_ranks(2, device="sim")
+def test_the_host_waits_for_the_other_hosts_and_not_for_the_device(rank, sim, sizes):
+    """In the third step of a network without buffers no line shows a wait for this rank's."""
     layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise([1, *sizes, 1])]
     model = lockstep.replicate(nn.Sequential(*layers), shares=4, process_group=rank.group)
-    with torch.device("cpu"):
-        rows = torch.utils.data.TensorDataset(torch.ones(16, 1))
     begun = 0
-    batches = lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group)
-    for number, batch in enumerate(itertools.islice(forever(batches), 3)):
+    for number, batch in enumerate(itertools.islice(batches_of(rank, rows_of(16)), 3)):
         rank.gather(torch.zeros(1))
         if number == 2:
             begun = len(sim.stream_log())
         rank.gather(torch.zeros(1))
         for (x,) in batch:
             model(x.to(rank.device)).sum().backward()
-    log = sim.stream_log()[begun:]
-    return [line for line in log if line.action.startswith("sync")]
-
-
-@pytest.mark.parametrize("sizes", [[2], [600, 600]], ids=["small", "large"])
-@on_ranks(2, device="sim")
-def test_the_host_waits_for_the_other_hosts_and_not_for_the_device(rank, sim, sizes):
-    found = waits(rank, sim, sizes)
-    assert [line for line in found if line.device == str(rank.device)] == []
+    waits = [line for line in sim.stream_log()[begun:] if line.action.startswith("sync")]
+    assert [line for line in waits if line.device == str(rank.device)] == []
 
 
 @on_ranks(1, device="sim")
@@ -152,11 +142,7 @@ def test_changes_of_all_buffers_are_read_at_once(rank, sim):
     """How often each share of the third step reads from the accelerator, with twelve buffers."""
     model = nn.Sequential(nn.Linear(1, 3), *[nn.BatchNorm1d(3) for _ in range(4)], nn.Linear(3, 1))
     model = lockstep.replicate(model, shares=4, process_group=rank.group)
-    with torch.device("cpu"):
-        rows = torch.utils.data.TensorDataset(torch.arange(48.0).view(48, 1))
-    found = []
-    batches = lockstep.shares.GlobalBatches(rows, 16, 4, process_group=rank.group)
-    for batch in itertools.islice(forever(batches), 3):
+    for batch in batches_of(rank, rows_of(48), 16):
         found = []
         for (x,) in batch:
             model(x.to(rank.device)).sum().backward()

@@ -13,7 +13,7 @@ import lockstep
 from lockstep.distributed import load_training_state_dict, training_state_dict
 from lockstep.errors import AgreementError, OptionError
 from programs.ranks import on_ranks, replicated
-from share_runs import data_of, digits, forever, make_optimizer
+from share_runs import backward, batches_of, data_of, digits, forever, make_optimizer
 from threaded import count_collectives, run_ranks
 
 WORLDS = [(1, ""), (2, ""), (2, "aa"), (3, ""), (3, "aaa"), (4, ""), (4, "aabb"), (8, "")]
@@ -56,12 +56,8 @@ def gradient_of(rank, reduce_dtype, shares):
     rows = rows_of(shares)
     model = nn.ParameterList([nn.Parameter(torch.zeros(rows.shape[1]))])
     lockstep.replicate(model, shares=shares, process_group=rank.group, reduce_dtype=reduce_dtype)
-    batches = lockstep.shares.GlobalBatches(
-        TensorDataset(rows), shares, shares, shuffle=False, process_group=rank.group
-    )
-    for batch in batches:
-        for (x,) in batch:
-            (model[0] * x).sum().backward()
+    for (x,) in next(iter(batches_of(rank, TensorDataset(rows), shares, shares))):
+        (model[0] * x).sum().backward()
     return model[0].grad.double(), rows.double().mean(0)
 
 
@@ -87,11 +83,9 @@ def test_the_error_does_not_grow_with_the_number_of_shares():
 def test_half_the_bytes():
     def counted(rank, reduce_dtype):
         model = replicated(rank, lambda: nn.Linear(100, 100), shares=4, reduce_dtype=reduce_dtype)
-        batches = lockstep.shares.GlobalBatches(TensorDataset(torch.ones(8, 100)), 4, 4, process_group=rank.group)
-        for batch in batches:
+        for batch in batches_of(rank, TensorDataset(torch.ones(8, 100))):
             with count_collectives(rank) as seen:
-                for (x,) in batch:
-                    model(x).sum().backward()
+                backward(model, batch)
         return sum(each.numel * each.dtype.itemsize for each in seen)
 
     half, whole = (run_ranks(2, counted, dtype)[0] for dtype in (torch.bfloat16, None))
