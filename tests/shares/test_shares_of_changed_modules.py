@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,17 +19,13 @@ from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError, 
 from lockstep.shares import share_exchange as reduction
 from lockstep.shares.module import ShareModule
 from programs.ranks import on_ranks
-from share_runs import forever
+from share_runs import batches_of, forever
 from threaded import count_collectives, run_ranks
 
 ROWS = TensorDataset(torch.linspace(-1, 1, 32, dtype=torch.float64).view(16, 2))
-HOSTS = ["--", "aa", "aab"]
-"""Two and three ranks: over Gloo, in memory that they share, and over both."""
-
-
-def on(hosts, function, *args, **options):
-    """Return what ranks on these hosts return; "-" is for Gloo."""
-    return run_ranks(len(hosts), function, *args, hosts=hosts.replace("-", ""), **options)
+GROUPS = {"gloo": (2, ""), "shm": (2, "aa"), "hosts": (3, "aab")}
+"""The number of ranks, and their hosts: over Gloo, in memory that they share, and over both."""
+two_ranks = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 
 
 def layer(start=0.0, inputs=2, outputs=2):
@@ -42,17 +40,21 @@ def network():
     return nn.Sequential(layer(-1.0), nn.BatchNorm1d(2), layer(0.5))
 
 
-def train(rank, change, alone=False, steps=5, backs_out=None):
-    """Return what each step has given: gradients and buffers, or an error. After the second step the module is
-    changed, on the last rank only if `alone`; `backs_out` takes that back after the fourth."""
+def shared(rank, rows=ROWS, **options):
+    """The network with shares, and batches."""
     model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-    data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
-    found = []
+    return model, batches_of(rank, rows, 8, **options)
+
+
+def train(rank, change, alone=False, steps=5):
+    """Return what each step has given: gradients and buffers, or an error. After the second step the module is
+    changed; if `alone` on the last rank only, which takes it back after the fourth."""
+    (model, data), found = shared(rank), []
     for number, batch in enumerate(itertools.islice(forever(data), steps)):
         if number == 2 and (not alone or rank.rank + 1 == rank.world):
-            kept = change(model)
-        if number == 4 and backs_out is not None and rank.rank + 1 == rank.world:
-            backs_out(model, kept)
+            kept = change.do(model)
+        if number == 4 and alone and rank.rank + 1 == rank.world:
+            change.undo(model, kept)
         model.zero_grad()
         before = values_of(model)
         try:
@@ -74,184 +76,158 @@ def values_of(model):
 # ------------------------------------------------------------------------------- what programs do to their modules
 
 
-def append_a_layer(model):
-    model.append(layer(2.0))
-
-
-def remove_the_normalisation(model):
-    kept = model[1]
-    model[1] = nn.Identity()
+def put(model, place, new):
+    """Return the layer that was there."""
+    kept, model[place] = model[place], new
     return kept
 
 
-def put_the_normalisation_back(model, kept):
-    model[1] = kept
-
-
-def replace_a_layer(model):
-    kept = model[2]
-    model[2] = layer(0.25)
-    return kept
-
-
-def put_the_layer_back(model, kept):
-    model[2] = kept
-
-
-def freeze_a_layer(model):
-    model[0].requires_grad_(False)
-
-
-def thaw_the_layer(model, kept):
-    model[0].requires_grad_(True)
-
-
-def exchange_layers(model):
+def exchange_layers(model, _=None):
     model[0], model[2] = model[2], model[0]
-
-
-def exchange_layers_again(model, kept):
-    exchange_layers(model)
 
 
 def exchange_weights(model):
     model[0].weight, model[2].weight = model[2].weight, model[0].weight
 
 
-def register_a_buffer(model):
-    model[2].register_buffer("extra", torch.zeros(3))
-
-
-def delete_the_buffer(model, kept):
-    del model[2].extra
-
-
-def write_a_buffer(model):
+def write(model, values):
+    """Return the mean that was there."""
     kept = model[1].running_mean.clone()
-    model[1].running_mean.fill_(9.0)
+    model[1].running_mean.copy_(torch.as_tensor(values))
     return kept
 
 
-def write_the_buffer_back(model, kept):
-    model[1].running_mean.copy_(kept)
+class Change(NamedTuple):
+    """What is done to a module, what takes it back, and words of the error if one rank alone does it."""
+
+    do: Callable[[Any], Any]
+    undo: Callable[[Any, Any], Any] | None = None
+    """Is given what `do` has returned; None for a change of all ranks only."""
+    words: tuple[str, ...] = ()
 
 
-def make_it_double(model):
-    model.double()
-
-
-def make_it_single(model, kept):
-    model.float()
-
-
-def nothing(model):
-    pass
-
-
-ALIKE = [
-    nothing,
-    append_a_layer,
-    remove_the_normalisation,
-    replace_a_layer,
-    freeze_a_layer,
-    exchange_layers,
-    exchange_weights,
-    register_a_buffer,
-    write_a_buffer,
-    make_it_double,
-]
-ALONE = [
-    (append_a_layer, lambda model, kept: model.pop(3), ["rank {last} has parameter 3.weight"]),
-    (remove_the_normalisation, put_the_normalisation_back, ["rank 0 has parameter 1.weight"]),
-    (replace_a_layer, put_the_layer_back, ["parameter 2.weight is another object", "on rank {last}", "rank 0"]),
-    (freeze_a_layer, thaw_the_layer, ["parameter 0.weight", "trained; rank {last} has", "frozen; make it the same"]),
-    (
-        exchange_layers,
-        exchange_layers_again,
-        ["parameter 0.weight", "rank {last} has", "which was parameter 2.weight before, trained; make it"],
+CHANGES = {
+    "nothing": Change(lambda model: None),
+    "a layer more": Change(
+        lambda model: model.append(layer(2.0)),
+        lambda model, _: model.pop(3),
+        ("rank {last} has parameter 3.weight",),
     ),
-    (register_a_buffer, delete_the_buffer, ["rank {last} has buffer 2.extra"]),
-    (write_a_buffer, write_the_buffer_back, ["buffer 1.running_mean", "other values on rank {last} than on rank 0"]),
-    (make_it_double, make_it_single, ["parameter 0.weight", "rank 0 has float32", "rank {last} has float64"]),
-]
+    "no normalisation": Change(
+        lambda model: put(model, 1, nn.Identity()),
+        lambda model, kept: put(model, 1, kept),
+        ("rank 0 has parameter 1.weight",),
+    ),
+    "another layer": Change(
+        lambda model: put(model, 2, layer(0.25)),
+        lambda model, kept: put(model, 2, kept),
+        ("parameter 2.weight is another object", "on rank {last}", "rank 0"),
+    ),
+    "a frozen layer": Change(
+        lambda model: model[0].requires_grad_(False),
+        lambda model, _: model[0].requires_grad_(True),
+        ("parameter 0.weight", "trained; rank {last} has", "frozen; make it the same"),
+    ),
+    "layers exchanged": Change(
+        exchange_layers,
+        exchange_layers,
+        ("parameter 0.weight", "rank {last} has", "which was parameter 2.weight before, trained; make it"),
+    ),
+    "weights exchanged": Change(exchange_weights),
+    "a buffer more": Change(
+        lambda model: model[2].register_buffer("extra", torch.zeros(3)),
+        lambda model, _: delattr(model[2], "extra"),
+        ("rank {last} has buffer 2.extra",),
+    ),
+    "a buffer written": Change(
+        lambda model: write(model, 9.0),
+        lambda model, kept: write(model, kept),
+        ("buffer 1.running_mean", "other values on rank {last} than on rank 0"),
+    ),
+    "double precision": Change(
+        lambda model: model.double(),
+        lambda model, _: model.float(),
+        ("parameter 0.weight", "rank 0 has float32", "rank {last} has float64"),
+    ),
+}
 
 
 # ------------------------------------------------------------------------------------------------------- the tests
 
 
-CELLS = [
-    *(pytest.param(change, reduction.CAP_BYTES, id=f"{change.__name__}-one bucket") for change in ALIKE),
-    *(
-        pytest.param(change, 1, id=f"{change.__name__}-many buckets", marks=[] if is_quick else pytest.mark.around)
-        for change, is_quick in (
-            (append_a_layer, True),
-            (freeze_a_layer, False),
-            (exchange_weights, False),
-            (make_it_double, False),
-        )
-    ),
-]
+SLOWLY = ["a frozen layer", "weights exchanged", "double precision"]
+MANY_BUCKETS = ["a layer more", *(pytest.param(name, marks=pytest.mark.around) for name in SLOWLY)]
 
 
-@pytest.mark.parametrize(("change", "cap"), CELLS)
-def test_a_change_on_all_ranks_gives_the_same_bits_on_any_number(change, cap, monkeypatch):
-    monkeypatch.setattr(reduction, "CAP_BYTES", cap)
-    wanted = run_ranks(1, train, change)[0]
+def check_same_bits(name):
+    wanted = run_ranks(1, train, CHANGES[name])[0]
     assert not any(isinstance(step, str) for step in wanted)
-    for hosts in HOSTS:
-        assert on(hosts, train, change) == [wanted] * len(hosts)
+    for world, hosts in GROUPS.values():
+        assert run_ranks(world, train, CHANGES[name], hosts=hosts) == [wanted] * world
 
 
-@pytest.mark.parametrize("hosts", ["aab", *(pytest.param(hosts, marks=pytest.mark.around) for hosts in ("--", "aa"))])
-@pytest.mark.parametrize(("change", "backs_out", "words"), ALONE, ids=[change.__name__ for change, _, _ in ALONE])
-def test_a_change_on_one_rank_is_an_error_on_every_rank_until_it_is_undone(change, backs_out, words, hosts):
-    wanted = run_ranks(1, train, nothing, False, 6)[0]
-    results = on(hosts, train, change, True, 6, backs_out)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_on_all_ranks_gives_the_same_bits_on_any_number(name):
+    check_same_bits(name)
+
+
+@pytest.mark.parametrize("name", MANY_BUCKETS)
+def test_a_change_on_all_ranks_gives_the_same_bits_in_many_buckets(name, monkeypatch):
+    monkeypatch.setattr(reduction, "CAP_BYTES", 1)
+    check_same_bits(name)
+
+
+@pytest.mark.parametrize(
+    "group", ["hosts", *(pytest.param(name, marks=pytest.mark.around) for name in ("gloo", "shm"))]
+)
+@pytest.mark.parametrize("name", [name for name, change in CHANGES.items() if change.undo])
+def test_a_change_on_one_rank_is_an_error_on_every_rank_until_it_is_undone(name, group):
+    wanted = run_ranks(1, train, CHANGES["nothing"], False, 6)[0]
+    world, hosts = GROUPS[group]
+    results = run_ranks(world, train, CHANGES[name], True, 6, hosts=hosts)
     assert all(result == results[0] for result in results)
     assert results[0][:2] == wanted[:2]
     assert results[0][2] == results[0][3]
     assert results[0][2].startswith(("AgreementError", "OutOfSyncError"))
-    for word in words:
-        assert word.format(last=len(hosts) - 1) in results[0][2]
+    for word in CHANGES[name].words:
+        assert word.format(last=world - 1) in results[0][2]
     gradients, buffers = zip(*results[0][4:], strict=True)
     assert list(gradients) == [gradients for gradients, _ in wanted[4:]]
     assert buffers[0] != results[0][1][1]  # of the normalisation, which has gone on
 
 
-@pytest.mark.parametrize("hosts", ["--", "aa"])
-def test_a_new_layer_that_begins_with_other_values_on_each_rank_is_an_error(hosts):
-    def work(rank):
-        return train(rank, lambda model: model.append(layer(rank.rank)), steps=3)[2]
-
-    for error in on(hosts, work):
-        assert error.startswith("OutOfSyncError: parameter 3.weight was put into the module")
-
-
-@pytest.mark.parametrize("hosts", ["--", "aa"])
-def test_a_new_buffer_that_begins_with_other_values_on_each_rank_is_an_error(hosts):
-    """As one that forward registers, from what a rank has seen."""
-
-    def work(rank):
-        return train(rank, lambda model: model.register_buffer("seen", torch.full((1,), rank.rank)), steps=3)[2]
-
-    for error in on(hosts, work):
-        assert error.startswith("OutOfSyncError: buffer seen was registered or written between steps")
+NEW = {
+    "layer": (
+        lambda model, rank: model.append(layer(rank)),
+        "OutOfSyncError: parameter 3.weight was put into the module",
+    ),
+    "buffer": (  # as one that forward registers, from what a rank has seen
+        lambda model, rank: model.register_buffer("seen", torch.full((1,), rank)),
+        "OutOfSyncError: buffer seen was registered or written between steps",
+    ),
+}
 
 
-@pytest.mark.parametrize("hosts", ["-", "--", "aa"])
-def test_a_layer_that_comes_while_a_step_is_under_way_is_an_error(hosts):
+@two_ranks
+@pytest.mark.parametrize(("add", "words"), NEW.values(), ids=NEW)
+@on_ranks(2, "hosts")
+def test_what_is_new_and_begins_with_other_values_on_each_rank_is_an_error(rank, add, words):
+    *_, error = train(rank, Change(lambda model: add(model, rank.rank)), steps=3)
+    assert error.startswith(words)
+
+
+@pytest.mark.parametrize(("world", "hosts"), [(1, ""), (2, ""), (2, "aa")])
+def test_a_layer_that_comes_while_a_step_is_under_way_is_an_error(world, hosts):
     """On the last rank, in its last share."""
 
     def work(rank):
-        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
-        found = []
+        (model, data), found = shared(rank), []
         for batch in itertools.islice(forever(data), 4):
             model.zero_grad()
             try:
                 for number, (x,) in enumerate(batch):
                     if (batch.epoch, batch.number, number) == (0, 1, len(batch) - 1) and rank.rank + 1 == rank.world:
-                        append_a_layer(model)
+                        model.append(layer(2.0))
                     model(x.float()).square().sum().backward()
                 found.append(values_of(model)[0])
             except (NotReplicableError, PeerError) as error:
@@ -260,7 +236,7 @@ def test_a_layer_that_comes_while_a_step_is_under_way_is_an_error(hosts):
                     del model[3]
         return found
 
-    *others, last = on(hosts, work)
+    *others, last = run_ranks(world, work, hosts=hosts)
     assert last[1] == "parameter 3.weight was put into the module"[:40]
     for each in others:
         assert each[1] == f"rank {len(others)} has left the loop over the shares"[:40]
@@ -268,30 +244,24 @@ def test_a_layer_that_comes_while_a_step_is_under_way_is_an_error(hosts):
     assert last[2] == last[0]
 
 
-@pytest.mark.parametrize("hosts", ["--", "aa"])
-def test_a_module_that_is_another_one_at_its_first_step_is_an_error(hosts):
+@two_ranks
+@on_ranks(2, "hosts", raises=AgreementError, says="rank 1 has parameter 3.weight")
+def test_a_module_that_is_another_one_at_its_first_step_is_an_error(rank):
+    model = lockstep.replicate(network(), shares=4, process_group=rank.group, init_sync=False)
+    if rank.rank:
+        model.append(layer(2.0))
+    for (x,) in next(iter(batches_of(rank, ROWS, 8))):
+        model(x.float()).sum().backward()
+
+
+TEN_ROWS = TensorDataset(ROWS.tensors[0][:10])
+"""A batch of eight, in four shares, and one of two, in two."""
+
+
+@pytest.mark.parametrize(("world", "hosts"), GROUPS.values(), ids=GROUPS)
+def test_a_rank_at_a_batch_with_another_number_of_shares_is_told(world, hosts):
     def work(rank):
-        model = lockstep.replicate(network(), shares=4, process_group=rank.group, init_sync=False)
-        if rank.rank:
-            append_a_layer(model)
-        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, process_group=rank.group)
-        with pytest.raises(AgreementError, match=r"rank 1 has parameter 3\.weight"):
-            for (x,) in next(iter(data)):
-                model(x.float()).sum().backward()
-        return True
-
-    assert on(hosts, work) == [True, True]
-
-
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_a_rank_at_a_batch_with_another_number_of_shares_is_told(hosts):
-    """Fourteen rows: a batch of eight, in four shares, and one of two, in two."""
-
-    def work(rank):
-        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-        rows = TensorDataset(ROWS.tensors[0][:10])
-        data = lockstep.shares.GlobalBatches(rows, 8, 4, shuffle=False, last="smaller", process_group=rank.group)
-        found = []
+        (model, data), found = shared(rank, TEN_ROWS, last="smaller"), []
         for number, batch in enumerate(itertools.islice(forever(data), 5)):
             if number == 2 and rank.rank == 1:
                 continue  # which the others compute: they meet this rank's next one
@@ -305,23 +275,20 @@ def test_a_rank_at_a_batch_with_another_number_of_shares_is_told(hosts):
                 break
         return found
 
-    results = on(hosts, work)
     alone = run_ranks(1, work)[0]
-    for result in results:
+    for result in run_ranks(world, work, hosts=hosts):
         assert result[:2] == alone[:2]
         assert "is at the end of another step" in result[2]
 
 
 @pytest.mark.parametrize("modules", [1, 2])
-@pytest.mark.parametrize("hosts", ["--", "aa"])
+@two_ranks
 def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothing(hosts, modules):
     """The hook of an optimizer in backward is found where a step begins."""
 
     def work(rank):
-        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
+        (model, data), found = shared(rank), []
         others = [lockstep.replicate(layer(), shares=4, process_group=rank.group) for _ in range(modules - 1)]
-        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
-        found = []
         for number, batch in enumerate(itertools.islice(forever(data), 5)):
             model.zero_grad()
             if number == 2 and rank.rank == 1:
@@ -340,7 +307,7 @@ def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothi
                     model[1].running_mean.copy_(before)
         return found
 
-    first, second = on(hosts, work)
+    first, second = run_ranks(2, work, hosts=hosts)
     assert first[2] == "PeerError: rank 1 has left the loop over"
     assert second[2] == "NotReplicableError: parameter 0.weight h"
     assert first[:2] + first[3:] == second[:2] + second[3:]
@@ -349,9 +316,7 @@ def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothi
 
 @on_ranks(2)
 def test_a_buffer_that_one_rank_has_written_before_a_step_that_cannot_begin_is_found_in_the_next_one(rank):
-    model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-    data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
-    found = []
+    (model, data), found = shared(rank), []
     for number, batch in enumerate(itertools.islice(forever(data), 4)):
         if number == 2 and rank.rank == 1:
             handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -366,49 +331,48 @@ def test_a_buffer_that_one_rank_has_written_before_a_step_that_cannot_begin_is_f
     assert found == [["PeerError", "OutOfSyncError"], ["NotReplicableError", "OutOfSyncError"]][rank.rank]
 
 
-@pytest.mark.parametrize("hosts", ["--", "aa"])
-def test_only_a_step_that_differs_from_the_one_before_is_agreed_on(hosts, monkeypatch):
-    """A last batch with fewer shares is known beforehand."""
+@pytest.fixture
+def sees_additions(monkeypatch):
     monkeypatch.setitem(threaded._NAMES, "_add_in_order", "add_in_order")
 
-    def work(rank):
-        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-        rows = TensorDataset(ROWS.tensors[0][:10])
-        data = lockstep.shares.GlobalBatches(rows, 8, 4, last="smaller", process_group=rank.group)
-        names = []
-        for number, batch in enumerate(itertools.islice(forever(data), 6)):
-            if number == 5:
-                freeze_a_layer(model)
-            with count_collectives(rank) as seen:
-                for (x,) in batch:
-                    model[2](x.float()).sum().backward()
-            names.append([each.name for each in seen])
-        return names
 
-    for names in on(hosts, work):
-        assert names[1] == names[2] == names[3] == names[4]
-        assert len(names[0]) > len(names[1]) < len(names[5])
+@pytest.mark.usefixtures("sees_additions")
+@two_ranks
+@on_ranks(2, "hosts")
+def test_only_a_step_that_differs_from_the_one_before_is_agreed_on(rank):
+    """A last batch with fewer shares is known beforehand."""
+    (model, data), names = shared(rank, TEN_ROWS, shuffle=True, last="smaller"), []
+    for number, batch in enumerate(itertools.islice(forever(data), 6)):
+        if number == 5:
+            model[0].requires_grad_(False)
+        with count_collectives(rank) as seen:
+            for (x,) in batch:
+                model[2](x.float()).sum().backward()
+        names.append([each.name for each in seen])
+    assert names[1] == names[2] == names[3] == names[4]
+    assert len(names[0]) > len(names[1]) < len(names[5])
 
 
-@pytest.mark.parametrize("hosts", HOSTS[:2])
-def test_a_module_in_a_cycle_may_be_collected_while_a_step_begins(hosts, monkeypatch):
-    """Of each training a module is left that only a cycle refers to, and any allocation may start the collector."""
+@pytest.fixture
+def collects_when_a_step_begins(monkeypatch):
     opens = ShareModule.open
 
     def collecting_first(module, step):
         gc.collect()
         opens(module, step)
 
-    def work(rank):
-        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
-        left = lockstep.replicate(network(), shares=4, process_group=rank.group)
-        left.itself = [left]
-        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-        del left
-        (batch, *_) = itertools.islice(forever(data), 1)
-        for (x,) in batch:
-            model(x.to(model[0].weight.dtype)).square().sum().backward()
-        assert rank.all_equal(model[0].weight.grad)
-
     monkeypatch.setattr(ShareModule, "open", collecting_first)
-    on(hosts, work)
+
+
+@pytest.mark.usefixtures("collects_when_a_step_begins")
+@two_ranks
+@on_ranks(2, "hosts")
+def test_a_module_in_a_cycle_may_be_collected_while_a_step_begins(rank):
+    """Of each training a module is left that only a cycle refers to, and any allocation may start the collector."""
+    left, _ = shared(rank)
+    left.itself = [left]
+    model, data = shared(rank)
+    del left
+    for (x,) in next(iter(data)):
+        model(x.float()).square().sum().backward()
+    assert rank.all_equal(model[0].weight.grad)
