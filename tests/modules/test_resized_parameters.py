@@ -29,12 +29,15 @@ class Scaled(nn.Module):
         return sum((weight * x).double().sum() for weight in chosen)
 
 
+def used_once(rank):
+    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    net(1.0).backward()
+    net.zero_grad()
+    return net
+
+
 def grow(net):
     net.weights[1].data = torch.ones(5)
-
-
-def shrink(net):
-    net.weights[1].data = net.weights[1].data[:1].clone()
 
 
 def set_in_place(net):
@@ -42,29 +45,21 @@ def set_in_place(net):
         net.weights[1].set_(torch.ones(7))
 
 
-def resize_storage(net):
-    net.weights[1].requires_grad_(False).resize_(2, 4).fill_(1).requires_grad_()
-
-
-def replace(net):
-    net.weights[1] = nn.Parameter(torch.ones(2, 2))
-
-
-def to_double(net):
-    net.double()
-
-
-def to_bfloat16(net):
-    net.weights[0].data = net.weights[0].data.bfloat16()
-
-
-CHANGES = [grow, shrink, set_in_place, resize_storage, replace, to_double, to_bfloat16]
+CHANGES = {
+    "grown": grow,
+    "shrunk": lambda net: setattr(net.weights[1], "data", net.weights[1].data[:1].clone()),
+    "set in place": set_in_place,
+    "storage resized": lambda net: net.weights[1].requires_grad_(False).resize_(2, 4).fill_(1).requires_grad_(),
+    "replaced": lambda net: net.weights.__setitem__(1, nn.Parameter(torch.ones(2, 2))),
+    "double": lambda net: net.double(),
+    "bfloat16": lambda net: setattr(net.weights[0], "data", net.weights[0].data.bfloat16()),
+}
 SIZES = {"small": (3, 3), "large": (LARGE, 3), "large and changed": (3, LARGE)}
 
 
 @GROUPS
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2, "hosts")
 def test_gradients_are_means_after_a_change_on_all_ranks(rank, change, sizes):
     net = lockstep.replicate(Scaled(*sizes), process_group=rank.group)
@@ -72,7 +67,7 @@ def test_gradients_are_means_after_a_change_on_all_ranks(rank, change, sizes):
         if step in (1, 3):
             net.zero_grad()
         if step == 3:
-            change(net)
+            CHANGES[change](net)
         before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
         net(rank.rank + 1.0).backward()
         for p, grad in zip(net.parameters(), before, strict=True):
@@ -85,9 +80,7 @@ def test_gradients_are_means_after_a_change_on_all_ranks(rank, change, sizes):
 @pytest.mark.parametrize("used", [0, 1])
 @on_ranks(2)
 def test_a_resized_parameter_that_only_one_rank_uses(rank, used):
-    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
-    net(1.0).backward()
-    net.zero_grad()
+    net = used_once(rank)
     grow(net)
     net(1.0, used=used if rank.rank == 0 else 1 - used).backward()
     assert [p.grad.tolist() for p in net.parameters()] == [[0.5] * 3, [0.5] * 5]
@@ -95,14 +88,14 @@ def test_a_resized_parameter_that_only_one_rank_uses(rank, used):
 
 @GROUPS
 @pytest.mark.parametrize("used", [True, False])
-@pytest.mark.parametrize("change", [grow, set_in_place, to_double], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("change", ["grown", "set in place", "double"])
 @on_ranks(2, "hosts")
 def test_a_change_on_one_rank_is_an_error_by_name_until_it_is_undone(rank, change, used):
     net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
     net(1.0).backward()
     kept = [p.data for p in net.parameters()]
     if rank.rank == 1:
-        change(net)
+        CHANGES[change](net)
     messages = set()
     for _ in range(2):
         net.zero_grad()
@@ -112,20 +105,18 @@ def test_a_change_on_one_rank_is_an_error_by_name_until_it_is_undone(rank, chang
         traceback.clear_frames(caught.tb)  # and the graph, with which autograd remembers shapes
         assert [p.grad for p in net.parameters()] == [None, None]
     for p, data in zip(net.parameters(), kept, strict=True):
-        p.data = data if change is not set_in_place else data[:3].clone()
+        p.data = data if change != "set in place" else data[:3].clone()
     net(rank.rank + 1.0).backward()
     assert [p.grad.tolist() for p in net.parameters()] == [[1.5] * 3] * 2
     (message,) = messages
     assert rank.all_equal(torch.tensor([*message.encode()]))
-    name = "weights.0" if change is to_double else "weights.1"
+    name = "weights.0" if change == "double" else "weights.1"
     assert f"ranks differ in parameter {name}: rank 0 has float32 of shape (3,)" in message
 
 
 @on_ranks(2)
 def test_other_values_in_a_resized_parameter_are_an_error_on_every_rank(rank):
-    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
-    net(1.0).backward()
-    net.zero_grad()
+    net = used_once(rank)
     net.weights[1].data = torch.full((5,), 1.0 + rank.rank)
     with pytest.raises(LockstepError, match=r"parameter weights\.1 .*has other values on rank 1"):
         net(1.0).backward()
@@ -133,9 +124,7 @@ def test_other_values_in_a_resized_parameter_are_an_error_on_every_rank(rank):
 
 @on_ranks(2)
 def test_a_change_within_a_window_of_weights_is_an_error_on_every_rank(rank):
-    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
-    net(1.0).backward()
-    net.zero_grad()
+    net = used_once(rank)
     with pytest.raises(LockstepError):
         with lockstep.accumulate(net, last=False, weight=1):
             net(1.0).backward()
