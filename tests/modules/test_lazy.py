@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import lockstep
 from ddp_reference import failure, scalars
 from lockstep.errors import CommunicationError, NotReplicableError
-from processes import on_processes, run_processes
+from processes import on_processes
 
 
 class Network(nn.Module):
@@ -56,7 +57,8 @@ def first_values(model):
 # ---------------------------------------------------------------------------------- the meta device
 
 
-def materialise(rank):
+@on_processes(2)
+def test_from_the_meta_device(rank):
     """`to_empty` makes new parameters, and each rank initialises its own; all begin with those of rank 0."""
     with torch.device("meta"):
         model = lockstep.replicate(Network())
@@ -70,18 +72,11 @@ def materialise(rank):
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     model.scale.fill_(1.0 + rank.rank)
-    own = [value.clone() for value in model.state_dict().values()]
+    of_rank_0 = [rank.gather(value)[0] for value in model.state_dict().values()]
     seen = first_values(model)
     train(rank, model)
     assert lockstep.replicate.state(model).ready
-    assert all(rank.all_equal(value) for value in seen[0])
-    return own, seen[0]
-
-
-def test_from_the_meta_device():
-    (own, seen), (_, seen_by_other) = run_processes(2, materialise)
-    torch.testing.assert_close(seen, own, rtol=0, atol=0)
-    torch.testing.assert_close(seen_by_other, own, rtol=0, atol=0)
+    torch.testing.assert_close(seen[0], of_rank_0, rtol=0, atol=0)
 
 
 @on_processes(2)
@@ -101,7 +96,8 @@ def test_a_checkpoint_assigned_to_the_meta_device(rank):
 # -------------------------------------------------------------------------------- before the group
 
 
-def before_group(rank, store):
+@on_processes(2)
+def test_before_there_is_a_group(rank, tmp_path):
     """Everything that can be set before there is a group holds when there is one."""
     dist.destroy_process_group()
     model = rank.make(Network, seed=rank.rank)
@@ -121,30 +117,27 @@ def before_group(rank, store):
     ):
         with pytest.raises(CommunicationError, match=r"init_process_group"):
             call()
-    dist.init_process_group("gloo", store=dist.FileStore(store, rank.world), rank=rank.rank, world_size=rank.world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), rank.world), rank=rank.rank, world_size=rank.world
+    )
     model(rank_input(rank)).sum().backward()
     assert state.ready
     assert state._param_names[0] == "first.weight"
-    different = not rank_equal(rank, model.last.bias.grad * (rank.rank + 1))  # not synchronised yet
+    assert not all_equal(rank, model.last.bias.grad * (rank.rank + 1))  # not synchronised yet
     model.zero_grad()
     model.set_requires_gradient_sync(True)
     model(rank_input(rank)).sum().backward()
-    return different, model.last.bias.grad.item(), state.process_group is dist.group.WORLD
+    assert model.last.bias.grad.item() == 8.0  # four rows, twofold
+    assert state.process_group is dist.group.WORLD
 
 
-def rank_equal(rank, tensor):
-    gathered = [torch.empty_like(tensor) for _ in range(rank.world)]
-    dist.all_gather(gathered, tensor)
-    return all(torch.equal(each, gathered[0]) for each in gathered)
+def all_equal(rank, tensor):
+    """In the default group, which is not that of the rank."""
+    return dataclasses.replace(rank, group=dist.group.WORLD).all_equal(tensor)
 
 
 def twofold(state, bucket):
     return bucket.buffer() * 2
-
-
-def test_before_there_is_a_group(tmp_path):
-    results = run_processes(2, before_group, str(tmp_path / "store"))
-    assert results == [(True, 8.0, True)] * 2  # four rows, twofold
 
 
 # ------------------------------------------------------------------------------------ lazy modules
