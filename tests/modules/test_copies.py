@@ -1,11 +1,13 @@
-"""Copies and pickles of replicated modules, of what holds them, and of wrappers; and that nothing is left of either."""
+"""Copies of wrappers, what is to be seen of a replicated module, and that nothing is left of either.
+
+Copies and pickles of replicated modules are in test_kept_classes.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
-import io
 import pickle
 import threading
 import weakref
@@ -18,79 +20,26 @@ import lockstep
 from lockstep.distributed import Replicated
 from lockstep.distributed.replication.replication import find_replication
 from programs.ranks import on_ranks
-from threaded import count_collectives, run_ranks
+from small_modules import fails_in_backward
+from threaded import run_ranks
 
 
 class Net(nn.Module):
-    """Parameters, a buffer, a hook of its own, plain attributes, one of which is a layer."""
+    """Parameters, a buffer, a hook of its own, an attribute that is a layer."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(2, 2)
         self.norm = nn.BatchNorm1d(2)
         self.path = [self.first]
-        self.calls = 0
-        self.register_forward_hook(counted)
-        self.register_forward_pre_hook(seen, with_kwargs=True)
+        self.register_forward_hook(ignored)
 
     def forward(self, x):
         return self.norm(self.first(x))
 
 
-def counted(module, args, output):
-    module.calls += 1
-
-
-def seen(module, args, kwargs):
-    return args, kwargs
-
-
-class Slow(Net):
-    """Copies itself in its own way."""
-
-    def __deepcopy__(self, memo):
-        copied = type(self)()
-        copied.load_state_dict(self.state_dict())
-        copied.calls = self.calls
-        return copied
-
-
-def by_pickle(module):
-    return pickle.loads(pickle.dumps(module))
-
-
-def by_save(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-WAYS = {"deepcopy": copy.deepcopy, "pickle": by_pickle, "save": by_save}
-ways = pytest.mark.parametrize("way", WAYS)
-
-
-def check_plain(rank, original, copied, kind):
-    """The copy is a module of the plain class, with the same values, that nothing synchronises."""
-    assert type(copied) is kind
-    assert list(copied.state_dict()) == list(original.state_dict())
-    for one, other in zip(original.state_dict().values(), copied.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
-        assert one.data_ptr() != other.data_ptr()
-    assert copied.path == [copied.first]
-    assert copied.calls == original.calls
-    assert len(copied._forward_hooks) == len(copied._forward_pre_hooks) == 1
-    assert copied._forward_pre_hooks_with_kwargs.keys() == copied._forward_pre_hooks.keys()
-    for p in copied.parameters():
-        assert not p._post_accumulate_grad_hooks
-    calls = copied.calls
-    with count_collectives(rank) as sent:
-        copied(torch.ones(2, 2) * rank.rank).sum().backward()
-    assert sent == []
-    assert copied.calls == calls + 1
-    assert not hasattr(copied, "no_sync")
-    with pytest.raises(lockstep.errors.NotReplicableError):
-        lockstep.loop.statistics(copied)
+def ignored(module, args, output):
+    pass
 
 
 def check_live(rank, module):
@@ -98,66 +47,6 @@ def check_live(rank, module):
     module.zero_grad()
     module.first(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
     assert module.first.weight.grad.tolist() == [[1.5, 1.5]] * 2
-
-
-@ways
-@pytest.mark.parametrize("kind", [Net, Slow])
-@on_ranks(2)
-def test_a_copy_is_plain(rank, way, kind):
-    module = lockstep.replicate(kind(), process_group=rank.group)
-    module(torch.ones(2, 2)).sum().backward()
-    copied = WAYS[way](module)
-    check_plain(rank, module, copied, kind)
-    check_live(rank, module)
-    again = lockstep.replicate(copied, process_group=rank.group)
-    assert isinstance(again, kind)
-    check_live(rank, again)
-
-
-@ways
-@on_ranks(2)
-def test_a_copy_of_what_holds_a_replicated_module(rank, way):
-    child = lockstep.replicate(Net(), process_group=rank.group)
-    holder = nn.ModuleDict({"child": child, "other": nn.Linear(2, 2)})
-    copied = WAYS[way](holder)
-    assert type(copied) is nn.ModuleDict
-    check_plain(rank, child, copied["child"], Net)
-    check_live(rank, child)
-    parent = lockstep.replicate(nn.ModuleList([Net()]), process_group=rank.group)
-    check_plain(rank, parent[0], WAYS[way](parent)[0], Net)
-
-
-@on_ranks(2)
-def test_shallow_copies(rank):
-    """copy.copy shares everything; it is no module of its own, and must not harm the first one."""
-    module = lockstep.replicate(Net(), process_group=rank.group)
-    copied = copy.copy(module)
-    assert type(copied) is Net
-    assert copied.first is module.first
-    check_live(rank, module)
-
-
-class ByDict(Net):
-    """Copies all that it has, hooks included."""
-
-    def __deepcopy__(self, memo):
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return copied
-
-
-@on_ranks(2)
-def test_copies_that_take_our_hooks_along(rank):
-    module = lockstep.replicate(ByDict(), process_group=rank.group)
-    copied = copy.deepcopy(module)
-    assert type(copied) is type(module) is ByDict
-    again = by_pickle(copied)
-    for each in (copied, again):
-        with count_collectives(rank) as sent:
-            each(torch.ones(2, 2)).sum().backward()
-        assert sent == []
-    check_live(rank, module)
 
 
 @on_ranks(2)
@@ -170,8 +59,8 @@ def test_copies_of_wrappers(rank):
         each(torch.ones(2, 2)).sum()
         check_live(rank, each.module)
     with pytest.raises(lockstep.errors.NotReplicableError, match="group"):
-        by_pickle(wrapper)
-    loaded = by_pickle(wrapper.module)  # what is inside a wrapper is a plain module
+        pickle.loads(pickle.dumps(wrapper))
+    loaded = pickle.loads(pickle.dumps(wrapper.module))  # what is inside a wrapper is a plain module
     assert type(loaded) is Net
     assert not loaded.first.weight._post_accumulate_grad_hooks
 
@@ -271,14 +160,8 @@ def with_a_graph_alive(rank):
 
 def after_a_failure(rank):
     module = lockstep.replicate(Net(), process_group=rank.group)
-
-    def spoil(grad):
-        raise ArithmeticError
-
-    out = module.first(torch.ones(2, 2))
-    out.register_hook(spoil)
     with contextlib.suppress(ArithmeticError):
-        out.sum().backward()
+        fails_in_backward(module.first(torch.ones(2, 2))).sum().backward()
     module(torch.ones(2, 2)).sum().backward()
     return watch(module)
 

@@ -125,6 +125,38 @@ class Shallow(Plain):
         return rebuild(type(self), self.__dict__)
 
 
+class Full(Plain):
+    """A buffer, hooks of its own, plain attributes, one of which is a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+        self.path, self.calls = [self.layer], 0
+        self.register_forward_hook(counted)
+        self.register_forward_pre_hook(seen, with_kwargs=True)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+def counted(module, args, output):
+    module.calls += 1
+
+
+def seen(module, args, kwargs):
+    return args, kwargs
+
+
+class Slow(Full):
+    """Copies itself in its own way."""
+
+    def __deepcopy__(self, memo):
+        copied = type(self)()
+        copied.load_state_dict(self.state_dict())
+        copied.calls = self.calls
+        return copied
+
+
 def traced():
     return fx.symbolic_trace(Plain())
 
@@ -149,6 +181,8 @@ KINDS = [
     DeepBySetting,
     DeepByDict,
     Shallow,
+    Full,
+    Slow,
     traced,
 ]
 WAYS = {
@@ -163,15 +197,31 @@ WAYS = {
 
 
 def check_plain(rank, module, copied):
+    """The copy is a module of the plain class, with the same values, that nothing synchronises."""
+    assert type(copied) is type(module) or isinstance(module, fx.GraphModule)  # which makes a class for each
     assert not isinstance(copied, Replicated)
     assert not hasattr(copied, "no_sync")
     with pytest.raises(NotReplicableError, match=r"no_sync\(\) got a"):
         Replicated.no_sync(copied)
+    with pytest.raises(NotReplicableError):
+        lockstep.loop.statistics(copied)
+    wanted, found = module.state_dict(), copied.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(one, other) for one, other in zip(wanted.values(), found.values(), strict=True))
+    if isinstance(copied, Full):  # other classes may take hooks of ours along, which do nothing in the copy
+        assert len(copied._forward_hooks) == len(copied._forward_pre_hooks) == 1
+        assert copied._forward_pre_hooks_with_kwargs.keys() == copied._forward_pre_hooks.keys()
+        assert (copied.path, copied.calls) == ([copied.layer], module.calls)
+    if copied.layer is not module.layer:
+        assert all(one.data_ptr() != found[name].data_ptr() for name, one in wanted.items())
+        assert not any(p._post_accumulate_grad_hooks for p in copied.parameters())
+    before = getattr(copied, "calls", None)
     x = torch.full((1, 2), rank.rank + 1.0)
     with count_collectives(rank) as sent:
         y = copied(x)
         if copied.layer is not module.layer:
             y.sum().backward()
+    assert before is None or copied.calls == before + 1
     assert torch.equal(y, module(x))
     assert sent == []
 
@@ -202,6 +252,21 @@ def test_copies_and_pickles(kind):
         return module.layer.weight.grad.tolist()
 
     assert run_ranks(world, call) == [[[mean, mean]] * 2] * world
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_copy_of_what_holds_a_replicated_module(rank, way):
+    child = lockstep.replicate(Full(), process_group=rank.group)
+    copied = WAYS[way](nn.ModuleDict({"child": child, "other": nn.Linear(2, 2)}))
+    assert type(copied) is nn.ModuleDict
+    if copied["child"] is not child:
+        check_plain(rank, child, copied["child"])
+    parent = lockstep.replicate(nn.ModuleList([Full()]), process_group=rank.group)
+    check_plain(rank, parent[0], WAYS[way](parent)[0])
+    child.zero_grad()
+    child.layer(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+    assert child.layer.weight.grad.tolist() == [[1.5, 1.5]] * 2
 
 
 @on_ranks(1)
