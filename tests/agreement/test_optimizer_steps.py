@@ -231,16 +231,13 @@ def two_layers():
     return filled(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
 
 
-def plain(rank):
-    training = Training(rank)
+def plain(rank, training):
     for number in range(5):
         training.step(number)
-    return training.module
 
 
-def accumulating(rank):
+def accumulating(rank, training):
     """Micro-batches under `no_sync()`, and two that synchronise before one step."""
-    training = Training(rank)
     for _ in range(3):
         training.optimizer.zero_grad()
         with training.model.no_sync():
@@ -248,12 +245,10 @@ def accumulating(rank):
         training.backward(1)
         training.backward(1)
         training.optimizer.step()
-    return training.module
 
 
-def without_steps(rank):
+def without_steps(rank, training):
     """Gradients that are looked at, and dropped, before, between and after steps."""
-    training = Training(rank)
     for looks in (2, 1, 0, 3):
         for _ in range(looks):
             training.optimizer.zero_grad()
@@ -262,22 +257,19 @@ def without_steps(rank):
     for _ in range(2):
         training.optimizer.zero_grad()
         training.backward(3)
-    return training.module
 
 
-def by_hand(rank):
-    training = Training(rank)
+def by_hand(rank, training):
     for number in range(4):
         training.model.zero_grad()
         training.backward(1 + number)
         with torch.no_grad():
             training.module.weight -= 1e-3 * training.module.weight.grad
-    return training.module
 
 
-def scaled(rank):
+def scaled(rank, training):
     """GradScaler leaves out a step where any rank's gradient is infinite: on all ranks."""
-    training, scaler = Training(rank), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for number in range(6):
         training.optimizer.zero_grad()
         bad = number in (0, 3) and rank.rank == 0
@@ -286,7 +278,6 @@ def scaled(rank):
         scaler.step(training.optimizer)
         scaler.update()
     assert scaler.get_scale() == 1.0
-    return training.module
 
 
 def adversaries(rank):
@@ -312,11 +303,10 @@ def two_groups_of_parameters(rank):
         (module(x_of(rank)).sum() + own(x_of(rank)).sum()).backward()
         for each in optimizers:
             each.step()
-    return module
+    return [module]
 
 
-def in_closures(rank):
-    training = Training(rank)
+def in_closures(rank, training):
     optimizer = torch.optim.LBFGS(training.module.parameters(), lr=0.1, max_iter=3)
 
     def closure():
@@ -327,7 +317,6 @@ def in_closures(rank):
 
     for _ in range(3):
         optimizer.step(closure)
-    return training.module
 
 
 def in_backward(rank):
@@ -337,7 +326,7 @@ def in_backward(rank):
         each.register_post_accumulate_grad_hook(lambda _, own=optimizer: own.step())
     for _ in range(4):
         module(x_of(rank)).sum().backward()
-    return module
+    return [module]
 
 
 class Nested(torch.optim.SGD):
@@ -353,19 +342,16 @@ class Nested(torch.optim.SGD):
         super().step(closure)
 
 
-def nested(rank):
-    training = Training(rank)
+def nested(rank, training):
     sgd(one_weight()).step()  # from now on SGD's own step has hooks, too
     other = torch.optim.SGD([*training.module.parameters()], lr=0.0) if rank.rank else None
     training.optimizer = Nested(training.module.parameters(), other)
     for number in range(4):
         training.step(number)
-    return training.module
 
 
-def perturbed(rank):
+def perturbed(rank, training):
     """Sharpness-aware minimisation: each rank perturbs its weights by its own gradient, and puts them back."""
-    training = Training(rank)
     for _ in range(3):
         before = training.module.weight.data
         with training.model.no_sync():
@@ -376,12 +362,10 @@ def perturbed(rank):
         training.module.weight.data = before
         training.optimizer.step()
         training.optimizer.zero_grad()
-    return training.module
 
 
-def averaged(rank):
+def averaged(rank, training):
     """An average of the weights on rank 0 alone, and an optimizer over a copy of them there."""
-    training = Training(rank)
     mean = torch.optim.swa_utils.AveragedModel(copy.deepcopy(training.module)) if rank.rank == 0 else None
     for number in range(3):
         training.step(number)
@@ -390,23 +374,19 @@ def averaged(rank):
             probe = copy.deepcopy(training.module)
             probe(torch.ones(1, 1)).sum().backward()
             sgd(probe).step()
-    return training.module
 
 
-def uneven(rank):
+def uneven(rank, training):
     """Ranks that run out of batches; `join()` is in loops/test_join_gradients.py."""
-    training = Training(rank)
     for _ in range(3):
         for x in lockstep.batches([x_of(rank)] * (2 + rank.rank), training.model):
             training.optimizer.zero_grad()
             training.model(x).sum().backward()
             training.optimizer.step()
-    return training.module
 
 
-def left_out(rank):
+def left_out(rank, training):
     """Batches that one rank cannot use: it, or all others, leave out the optimizer's step, too."""
-    training = Training(rank)
     for number in range(8):
         bad = number % 3 == 1 and rank.rank == number % 2
         training.optimizer.zero_grad()
@@ -416,12 +396,10 @@ def left_out(rank):
                 training.optimizer.step()
         if number % 2 == 0:
             training.optimizer.step()
-    return training.module
 
 
-def caught(rank):
+def caught(rank, training):
     """Errors of backward that all ranks catch; the rank that has failed goes on without a step, the others step."""
-    training = Training(rank)
     for number in range(6):
         training.optimizer.zero_grad()
         try:
@@ -431,7 +409,6 @@ def caught(rank):
         except PeerError:
             pass
         training.optimizer.step()
-    return training.module
 
 
 def sharded(rank):
@@ -441,7 +418,7 @@ def sharded(rank):
         optimizer.zero_grad()
         module(x_of(rank)).sum().backward()
         optimizer.step()
-    return module
+    return [module]
 
 
 def frozen_for_a_while(rank):
@@ -456,7 +433,7 @@ def frozen_for_a_while(rank):
             module(x_of(rank).requires_grad_()).sum().backward()
             for _ in range(steps):
                 optimizer.step()
-    return module
+    return [module]
 
 
 def resumed(rank):
@@ -472,19 +449,27 @@ def resumed(rank):
     lockstep.distributed.load_training_state_dict(again.model, state)
     for number in range(3):
         again.step(number)
-    return again.module
+    return [again.module]
 
 
-OF_ONE_OPTIMIZER = [plain, accumulating, without_steps, by_hand, scaled, in_closures, perturbed, resumed]
-OF_SEVERAL = [adversaries, two_groups_of_parameters, in_backward, nested, averaged, sharded]
-WITH_BATCHES_THAT_DO_NOT_COUNT = [uneven, left_out, caught, frozen_for_a_while]
+OF_ONE_WEIGHT = [plain, accumulating, without_steps, by_hand, scaled, in_closures, nested, perturbed, averaged]
+OF_ONE_WEIGHT += [uneven, left_out, caught]  # whose batches do not all count
 
 
-@pytest.mark.parametrize("program", [*OF_ONE_OPTIMIZER, *OF_SEVERAL, *WITH_BATCHES_THAT_DO_NOT_COUNT])
+@pytest.mark.parametrize("program", OF_ONE_WEIGHT)
 @on_ranks(2)
 def test_programs_that_do_the_same_on_all_ranks(rank, program):
-    modules = program(rank)
-    for module in modules if isinstance(modules, tuple) else (modules,):
+    training = Training(rank)
+    program(rank, training)
+    lockstep.check_in_sync(training.module, rank.group)
+
+
+@pytest.mark.parametrize(
+    "program", [adversaries, two_groups_of_parameters, in_backward, sharded, frozen_for_a_while, resumed]
+)
+@on_ranks(2)
+def test_programs_of_other_modules_that_do_the_same_on_all_ranks(rank, program):
+    for module in program(rank):
         lockstep.check_in_sync(module, rank.group)
 
 
