@@ -6,6 +6,7 @@ Each is an error on every rank, in the step in which gradients would be mixed. W
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 
 import pytest
@@ -68,42 +69,35 @@ both_faces = pytest.mark.parametrize("wrapped", [False, True], ids=["replicate",
 # --------------------------------------------------------------------------------- errors on every rank
 
 
-def submodule(net):
-    return net.module.inner
+def in_evaluation_mode(net, x):
+    net.call.eval()
+    try:
+        return net.call(x)
+    finally:
+        net.call.train()
 
 
-def another_method(net):
-    return net.module.other
-
-
-def forward_of_the_class(net):
-    return lambda x: Net.forward(net.module, x)
-
-
-def in_evaluation_mode(net):
-    def call(x):
-        net.call.eval()
-        try:
-            return net.call(x)
-        finally:
-            net.call.train()
-
-    return call
+CALLS = {
+    "a submodule": lambda net, x: net.module.inner(x),
+    "another method": lambda net, x: net.module.other(x),
+    "forward of the class": lambda net, x: Net.forward(net.module, x),
+    "in evaluation mode": in_evaluation_mode,
+}
 
 
 @both_faces
-@pytest.mark.parametrize("how", [submodule, another_method, forward_of_the_class, in_evaluation_mode])
+@pytest.mark.parametrize("how", CALLS)
 @on_ranks(3)
 def test_a_backward_of_one_rank_is_an_error_on_all_ranks_in_that_step(rank, wrapped, how):
     """Rank 0 runs it between two steps."""
     net = Wrapped(rank, wrapped)
     assert [net.step(rank), net.step(rank)] == [None, None]
     before = net.weight.item()
-    error = net.step(rank, None if rank.rank else how(net))
+    error = net.step(rank, None if rank.rank else functools.partial(CALLS[how], net))
     assert net.weight.item() == before
     assert net.step(rank) is None  # goes on
     lockstep.check_in_sync(net.call)
-    through = "the module's forward in evaluation mode" if how is in_evaluation_mode else "no output of the module's"
+    through = "the module's forward in evaluation mode" if how == "in evaluation mode" else "no output of the module's"
     assert f"rank {rank.rank}: ranks 0 and 1 are not in the same backward pass (number 3 that synchronises)" in error
     assert f"on rank 0 it went through {through}" in error
     assert "on rank 1 through the module's forward in training mode" in error
@@ -260,22 +254,12 @@ def recomputed(net, rank):
         assert net.step(rank, call) is None
 
 
-USES = [
-    evaluate_without_gradients,
-    evaluate,
-    autograd_grad,
-    without_sync,
-    forward_without_sync,
-    sequences,
-    terms_left_out,
-    otherwise_on_all_ranks,
-    both_on_one_rank,
-    recomputed,
-]
+BETWEEN_STEPS = [evaluate_without_gradients, evaluate, autograd_grad, without_sync, forward_without_sync]
+STEPS = [sequences, terms_left_out, otherwise_on_all_ranks, both_on_one_rank, recomputed]
 
 
 @both_faces
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", BETWEEN_STEPS + STEPS)
 @on_ranks(2)
 def test_what_may_differ_by_rank(rank, wrapped, use):
     """`use(net, rank)` between steps, or for one, on which ranks differ; gradients stay those of all ranks."""
@@ -290,16 +274,14 @@ def test_what_may_differ_by_rank(rank, wrapped, use):
 def test_a_batch_without_weight_is_left_out(rank):
     """A batch that is left out is given no weight, and another one stands in for it."""
     net = Wrapped(rank, True)
-    results = []
     for step in range(3):
         bad = rank.rank == 1 and step == 1
         if bad:
             skip_after_a_failed_forward(net, rank)
         net.optimizer.zero_grad()
         with lockstep.accumulate(net.call, weight=0 if bad else 1):
-            (net.call(torch.full((1, 1), rank.rank + 1.0)).sum() * (not bad)).backward()
-        results.append(net.weight.grad.item())
-    assert results == [1.5, 1.0, 1.5]
+            (net.call(x_of(rank)).sum() * (not bad)).backward()
+        assert net.weight.grad.item() == (1.0 if step == 1 else 1.5)
 
 
 @on_ranks(2)
@@ -311,16 +293,15 @@ def test_modules_that_one_rank_does_not_use_are_not_compared(rank):
         assert scalars_of(first, second, loss=(first(x) + (second(x) if rank.rank else 0)).sum()) == [1.0, 0.5]
 
 
-def holds_its_pass(rank):
-    module, held = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group), []
-    loss = module(torch.ones(1, 1)).sum()
-    loss.register_hook(lambda gradient: held.append(current_pass()))
-    loss.backward()
-    return held, weakref.ref(rank.group)
-
-
 def test_a_pass_that_is_over_keeps_no_group():
-    for held, group in run_ranks(2, holds_its_pass):
+    def hold(rank):
+        module, held = replicated(rank), []
+        loss = module(torch.ones(1, 1)).sum()
+        loss.register_hook(lambda gradient: held.append(current_pass()))
+        loss.backward()
+        return held, weakref.ref(rank.group)
+
+    for held, group in run_ranks(2, hold):
         assert held[0] is not None
         assert group() is None
 
