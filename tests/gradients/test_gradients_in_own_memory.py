@@ -20,7 +20,7 @@ from lockstep.errors import PeerError
 from lockstep.loop import skip_batch
 from lockstep.sharding import shard_optimizer
 from lockstep.shares import GlobalBatches
-from processes import run_processes
+from processes import on_processes
 from programs.networks import Applying
 from programs.ranks import on_ranks, replicated
 from small_modules import fails_in_backward
@@ -95,6 +95,13 @@ def equal_and_not_zero(rank, memory):
     return rank.all_equal(memory[0]) and bool(memory[0].any())
 
 
+def beside(rank, make, **options):
+    """A replicated module, and a copy for one process that has the rows of all ranks."""
+    module = rank.make(make)
+    reference = copy.deepcopy(module)
+    return lockstep.replicate(module, process_group=rank.group, **options), reference
+
+
 def numbers(rows, step):
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(step), device="cpu").to(
         torch.get_default_device()
@@ -133,14 +140,11 @@ def train(rank, implementation, way, side, options=(), micro_batches=1):
             q.data.copy_(p.data)
 
 
-def beside_ddp(rank, implementation, way):
-    train(rank, implementation, globals()[way], "parts", micro_batches=2)
-
-
 @both
-@pytest.mark.parametrize("way", ["one_flat_tensor", "each_kept", "memory_of_numpy"])
-def test_beside_ddp(implementation, way):
-    run_processes(2, beside_ddp, implementation, way)
+@pytest.mark.parametrize("way", [one_flat_tensor, each_kept, memory_of_numpy])
+@on_processes(2)
+def test_beside_ddp(rank, implementation, way):
+    train(rank, implementation, way, "parts", micro_batches=2)
 
 
 @ways
@@ -241,9 +245,7 @@ def test_parameters_that_some_ranks_or_none_use(rank, side):
 @on_ranks(2)
 def test_sparse_gradients_in_memory_of_the_program(rank, dense_memory):
     """Beside a dense one."""
-    module = rank.make(lambda: nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2)))
-    reference = copy.deepcopy(module)
-    lockstep.replicate(module, process_group=rank.group)
+    module, reference = beside(rank, lambda: nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2)))
     if dense_memory:
         memory = one_flat_tensor(module)
     else:
@@ -261,7 +263,9 @@ def test_sparse_gradients_in_memory_of_the_program(rank, dense_memory):
         torch.testing.assert_close(got, torch.cat([p.grad.to_dense().flatten() for p in reference.parameters()]))
 
 
-def distributed_tensors(rank, side):
+@pytest.mark.parametrize("side", [8, 300_000], ids=["in a bucket", "alone"])
+@on_processes(2)
+def test_gradients_that_are_distributed_tensors(rank, side):
     """Two replicas, whose mesh has a second dimension of one rank."""
     mesh = DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("dp", "tp"))
     whole = torch.arange(float(side * 4)).view(side, 4) % 13
@@ -280,11 +284,6 @@ def distributed_tensors(rank, side):
         assert module[0].grad is given
 
 
-@pytest.mark.parametrize("side", [8, 300_000], ids=["in a bucket", "alone"])
-def test_gradients_that_are_distributed_tensors(side):
-    run_processes(2, distributed_tensors, side)
-
-
 def with_a_recomputed_layer(module, x):
     hidden = checkpoint(module.extra, x.requires_grad_(), use_reentrant=True)
     return (module(x + 0 * hidden.sum()) + hidden).square().sum()
@@ -293,9 +292,7 @@ def with_a_recomputed_layer(module, x):
 @on_ranks(2)
 def test_gradients_that_come_again_when_their_bucket_has_left(rank):
     """The layer that comes first in the plan gets one more gradient when its bucket has left."""
-    module = rank.make(layers)
-    reference = copy.deepcopy(module)
-    lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=1e-4)
+    module, reference = beside(rank, layers, bucket_cap_mb=1e-4)
     memory, x = one_flat_tensor(module), numbers(4, 0)
     for _ in range(4):
         clear(memory)
@@ -401,9 +398,7 @@ def test_what_arrives_after_a_failure_is_not_written_to_memory_of_the_program(ra
 @ways
 @on_ranks(2)
 def test_with_shares(rank, way):
-    module = rank.make(layers)
-    reference = copy.deepcopy(module)
-    lockstep.replicate(module, process_group=rank.group, shares=4)
+    module, reference = beside(rank, layers, shares=4)
     memory = way(module)
     given = [p.grad for p in module.parameters()] if way is one_flat_tensor else []
     x = numbers(16, 0)
@@ -421,9 +416,7 @@ def test_with_shares(rank, way):
 @on_ranks(2)
 def test_a_sharded_optimizer(rank):
     """It reads the memory as a plain one does."""
-    module = rank.make(layers)
-    reference = copy.deepcopy(module)
-    lockstep.replicate(module, process_group=rank.group)
+    module, reference = beside(rank, layers)
     optimizer = shard_optimizer(torch.optim.AdamW(module.parameters(), 0.1))
     plain = torch.optim.AdamW(reference.parameters(), 0.1)
     memory = one_flat_tensor(module)
