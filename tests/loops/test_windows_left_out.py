@@ -20,15 +20,11 @@ from lockstep.errors import OptionError, PeerError
 from programs.ranks import on_ranks
 from small_modules import fails_in_backward
 from threaded import run_ranks
+from training_loops import WHERE, BadBatchError
 
 AROUND = ("skip_on around", "except around")
 INSIDE = ("skip_on inside", "except inside")
 CAUGHT, SILENT, FAILS = "caught", "goes on in silence", "fails"
-WHERE = ("before forward", "in forward", "in backward")
-
-
-class BadBatchError(Exception):
-    """What a batch raises that cannot be used."""
 
 
 @dataclass
