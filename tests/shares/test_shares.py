@@ -23,7 +23,7 @@ from lockstep.errors import AgreementError, AuditError, NotReplicableError, Opti
 from lockstep.phases import Phases
 from lockstep.shares import share_exchange as reduction
 from lockstep.shares.share_exchange import ExchangePlan
-from programs.ranks import on_ranks, replicated
+from programs.ranks import on_ranks, replicated, scalars
 from share_runs import (
     CELLS,
     MODELS,
@@ -104,15 +104,19 @@ def linear(rank, shares=4, **options):
     return with_rows(rank, one_weight(0.0), 8, shares, **options)
 
 
-@on_ranks(3)
-def test_gradients_are_divided_by_the_rows_of_the_world(rank):
-    model, data = linear(rank)
-    gradients = []
-    for batch in data:
+def gradients_of(model, batches):
+    """The gradients of each batch by itself."""
+    found = []
+    for batch in batches:
         model.zero_grad()
         backward(model, batch)
-        gradients.append(model.weight.grad.item())
-    assert gradients == [3.5, 11.5]
+        found.append(scalars(model))
+    return found
+
+
+@on_ranks(3)
+def test_gradients_are_divided_by_the_rows_of_the_world(rank):
+    assert gradients_of(*linear(rank)) == [[3.5], [11.5]]
 
 
 @on_ranks(2)
@@ -201,13 +205,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("world", [1, 2, 4])
 @on_ranks(None, "world")
 def test_parameters_that_some_shares_do_not_use(rank):
-    model, data = with_rows(rank, Branches(), 8)
-    found = []
-    for batch in data:
-        model.zero_grad()
-        backward(model, batch)
-        found.append([None if p.grad is None else p.grad.item() for p in model.parameters()])
-    assert found == [[6 / 8, 22 / 8, None], [None, 92 / 8, None]]
+    assert gradients_of(*with_rows(rank, Branches(), 8)) == [[6 / 8, 22 / 8, None], [None, 92 / 8, None]]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -334,7 +332,7 @@ def test_a_layer_that_is_new_takes_part(rank):
     for batch in itertools.islice(forever(data), 6):
         model.zero_grad()
         backward(model, batch)
-        found.append([p.grad.item() for p in model.parameters()])
+        found.append(scalars(model))
         if batch.number == 1:
             model[0] = nn.Linear(1, 1, bias=batch.epoch == 1)  # fewer parameters than before, and more
             for parameter in model.parameters():
