@@ -20,17 +20,14 @@ from small_modules import one_weight, x_of
 from threaded import run_ranks
 
 
-class Counts(nn.Module):
+def counts(counted):
     """A weight, and a buffer to which forward adds its input."""
 
-    def __init__(self, counted):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.register_buffer("counted", counted)
+    def forward(m, x):
+        m.counted.add_(x.sum().detach())
+        return m.weight * x
 
-    def forward(self, x):
-        self.counted.add_(x.sum().detach())
-        return self.weight * x
+    return Applying(forward, (), weight=nn.Parameter(torch.ones(1)), counted=counted)
 
 
 # ------------------------------------------------------------------------------------------------ buffers
@@ -48,7 +45,7 @@ def assign_a_checkpoint(net):
 @on_ranks(2)
 def test_buffers_that_are_untied_are_both_made_equal(rank, change):
     shared = torch.zeros(1)
-    net = replicated(rank, lambda: nn.Sequential(Counts(shared), Counts(shared)))
+    net = replicated(rank, lambda: nn.Sequential(counts(shared), counts(shared)))
     net(x_of(rank)).sum().backward()
     change(net)
     net(x_of(rank)).sum().backward()
@@ -58,7 +55,7 @@ def test_buffers_that_are_untied_are_both_made_equal(rank, change):
 
 @on_ranks(2)
 def test_buffers_that_are_tied_stay_tied(rank):
-    net = lockstep.replicate(nn.Sequential(*(Counts(torch.zeros(1)) for _ in range(2))), process_group=rank.group)
+    net = lockstep.replicate(nn.Sequential(*(counts(torch.zeros(1)) for _ in range(2))), process_group=rank.group)
     net(x_of(rank)).sum().backward()
     net[1].counted = net[0].counted
     for _ in range(2):
@@ -82,7 +79,7 @@ def test_buffers_of_a_layer_that_was_replaced_and_is_still_held(rank):
 @pytest.mark.parametrize(("policy", "wanted"), [("rank0", [3.0, 3.0]), ("mean", [3.5, 3.5]), ("local", [3.0, 4.0])])
 @on_ranks(2)
 def test_expanded_buffers(rank, policy, wanted):
-    net = Counts(torch.zeros(1))
+    net = counts(torch.zeros(1))
     net.register_buffer("wide", torch.full((1,), rank.rank + 1.0).expand(3))
     lockstep.replicate(net, process_group=rank.group, buffer_policy=policy)
     assert net.wide.tolist() == [1.0] * 3
@@ -127,7 +124,7 @@ def test_sparse_gradients_on_some_ranks_only_are_an_error_on_every_rank():
 @on_ranks(2)
 def test_what_is_ignored_by_name_may_lie_elsewhere_or_have_no_values(rank, make, kind):
     odd = nn.Embedding(3, 2, device="meta") if kind == "meta" else nn.LazyLinear(2, bias=False)
-    net = Applying(lambda m, x: m.head(x), words=odd, head=one_weight())
+    net = Applying(lambda m, x: m.head(x), (), words=odd, head=one_weight())
     net = make(net, process_group=rank.group, params_and_buffers_to_ignore=["words.weight"])
     net(x_of(rank)).sum().backward()
     assert next(p.grad.item() for p in net.parameters() if p.grad is not None) == 1.5

@@ -21,6 +21,7 @@ import lockstep
 from ddp_reference import gradients
 from lockstep.errors import PeerError
 from processes import on_processes
+from programs.networks import Applying
 
 KINDS = [("replicate", "eager"), ("wrapper", "aot_eager")]
 
@@ -232,13 +233,8 @@ def test_whole_steps(rank):
 # ------------------------------------------------------------------------------------ around it
 
 
-class Recomputed(nn.Module):
-    def __init__(self, inner, reentrant) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x, extra=False):
-        return checkpoint(self.inner, x, extra, use_reentrant=self.reentrant)
+def recomputed(inner):
+    return Applying(lambda m, x, extra=False: checkpoint(m.inner, x, extra, use_reentrant=False), (), inner=inner)
 
 
 @on_processes(2)
@@ -257,10 +253,10 @@ def test_compiled_modules_in_use(rank):
     copied = copy.deepcopy(lockstep.DistributedDataParallel(copy.deepcopy(plain)))
     assert_same(train(rank, torch.compile(copied, backend="eager")), wanted, "copied")
 
-    recomputed = lockstep.replicate(Recomputed(copy.deepcopy(plain), reentrant=False))
-    assert_same(train(rank, torch.compile(recomputed, backend="aot_eager")), wanted, "recomputed")
+    model = lockstep.replicate(recomputed(copy.deepcopy(plain)))
+    assert_same(train(rank, torch.compile(model, backend="aot_eager")), wanted, "recomputed")
     inner = torch.compile(copy.deepcopy(plain), backend="aot_eager")
-    assert_same(train(rank, lockstep.replicate(Recomputed(inner, reentrant=False))), wanted, "recomputed, inside")
+    assert_same(train(rank, lockstep.replicate(recomputed(inner))), wanted, "recomputed, inside")
 
     replicated = lockstep.replicate(copy.deepcopy(plain))
     compiled = torch.compile(replicated, backend="eager")

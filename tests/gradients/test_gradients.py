@@ -282,8 +282,7 @@ def test_frozen_thawed_and_frozen_again(rank):
 
 @on_ranks(2)
 def test_whatever_is_called(rank):
-    module = Applying(lambda m, x: m.decoder(m.encoder(x)), encoder=one_weight(), decoder=one_weight())
-    del module.linear
+    module = Applying(lambda m, x: m.decoder(m.encoder(x)), (), encoder=one_weight(), decoder=one_weight())
     module.encode = lambda x: module.encoder(x)
     lockstep.replicate(module, process_group=rank.group)
     for use, wanted in (

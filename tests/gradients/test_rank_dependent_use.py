@@ -14,7 +14,7 @@ import lockstep
 from lockstep.distributed.reduction.autograd import engine
 from lockstep.distributed.reduction.autograd.graph import reach_of
 from lockstep.distributed.replication.replication import find_replication
-from programs.networks import Deep
+from programs.networks import Applying, Deep
 from programs.ranks import clear, on_ranks, replicated, rows, same_as_one_process, same_gradients, scalars_of
 from small_modules import filled, one_weight, x_of
 from threaded import count_collectives, run_ranks
@@ -169,17 +169,11 @@ def test_frozen_on_one_rank_only(rank):
 # ------------------------------------------------------------------- a loss that reaches no parameter
 
 
-class EarlyExit(nn.Module):
+def early_exit():
     """The first layer is frozen, and rank 1 leaves behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
-        self.layers[0].requires_grad_(False)
-
-    def forward(self, x, rank):
-        x = self.layers[0](x)
-        return x if rank == 1 else self.layers[1](x)
+    layers = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)).double()
+    forward = lambda m, x, rank: m.layers[0](x) if rank == 1 else m.layers(x)  # noqa: E731
+    return Applying(forward, (), layers=layers)
 
 
 several = pytest.mark.parametrize("modules", [1, 2])
@@ -201,7 +195,7 @@ def of_bias(modules):
 @pytest.mark.parametrize("kind", ["plain", "weights", "hook"])
 @on_ranks(2)
 def test_a_rank_whose_loss_reaches_no_parameter_takes_part(rank, kind, modules):
-    made = [replicated(rank, EarlyExit) for _ in range(modules)]
+    made = [replicated(rank, early_exit) for _ in range(modules)]
     if kind == "hook":
         for module in made:
             module.register_comm_hook(None, lambda state, bucket: bucket.buffer())
@@ -227,7 +221,7 @@ def test_a_rank_whose_loss_reaches_no_parameter_takes_part(rank, kind, modules):
 @on_ranks(2)
 def test_a_rank_whose_loss_reaches_no_parameter_takes_part_when_all_are_new(rank, modules, when):
     """On every rank other parameters stand in the module than the ranks have agreed on."""
-    made = [replicated(rank, EarlyExit) for _ in range(modules)]
+    made = [replicated(rank, early_exit) for _ in range(modules)]
     for _ in range(2):
         losses = exits(rank, made) if when == "after forward" else []  # which are of the old ones
         for module in made:
@@ -241,7 +235,7 @@ def test_a_rank_whose_loss_reaches_no_parameter_takes_part_when_all_are_new(rank
 @on_ranks(2)
 def test_a_rank_whose_loss_reaches_no_parameter_takes_part_when_a_new_one_is_the_first_that_is_trained(rank):
     """What is trained is new: nothing was when the ranks agreed."""
-    module = replicated(rank, lambda: EarlyExit().requires_grad_(False))
+    module = replicated(rank, lambda: early_exit().requires_grad_(False))
     module.layers[1] = filled(nn.Linear(3, 1).double())
     sum(exits(rank, [module])).backward()
     assert of_bias([module]) == [BIAS]
@@ -251,7 +245,7 @@ def test_a_rank_whose_loss_reaches_no_parameter_takes_part_when_a_new_one_is_the
 @on_ranks(2)
 def test_a_rank_whose_loss_reaches_no_parameter_takes_part_in_what_fails_everywhere(rank, modules):
     """Backward fails on every rank before it has reached anything, and would have on one of them alone."""
-    made = [replicated(rank, EarlyExit) for _ in range(modules)]
+    made = [replicated(rank, early_exit) for _ in range(modules)]
     loss = sum(exits(rank, made))
     loss.register_hook(lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lockstep
 from lockstep.errors import AgreementError, OptionError
 from lockstep.loop import BalancedSampler
+from programs.networks import Applying
 from programs.ranks import on_ranks, replicated
 from threaded import run_ranks
 
@@ -171,15 +172,10 @@ def test_the_random_numbers_of_the_program_are_left_alone():
 # ---------------------------------------------------------------------------- beside one process
 
 
-class Mean(nn.Module):
-    """A layer and the mean of its outputs over the tokens of a padded batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3, dtype=torch.float64)
-
-    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return (torch.tanh(self.layer(tokens)).square().sum(-1) * mask).sum()
+def network():
+    """A layer, and the sum of its outputs over the tokens of a padded batch."""
+    forward = lambda m, tokens, mask: (torch.tanh(m.linear(tokens)).square().sum(-1) * mask).sum()  # noqa: E731
+    return Applying(forward, (3, 3)).double()
 
 
 def sentence(sample):
@@ -194,7 +190,7 @@ def padded(samples):
 
 
 def train(rank, options, epochs=2, folder=None, stop=None):
-    model = replicated(rank, Mean)
+    model = replicated(rank, network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = BalancedSampler(LENGTHS, **options, process_group=rank.group)
     loader = DataLoader(range(len(LENGTHS)), batch_sampler=sampler, collate_fn=padded)
@@ -209,12 +205,12 @@ def train(rank, options, epochs=2, folder=None, stop=None):
                 loss = model(tokens, mask)
                 loss.backward()
             optimizer.step()
-            losses.append(model.layer.weight.grad.norm().item())
+            losses.append(model.linear.weight.grad.norm().item())
             steps += 1
             if steps == stop:
                 lockstep.save(folder, **run)
                 return None
-    return torch.tensor(losses, dtype=torch.float64), model.layer.weight.detach().clone()
+    return torch.tensor(losses, dtype=torch.float64), model.linear.weight.detach().clone()
 
 
 @pytest.mark.parametrize("world", [2, 3])

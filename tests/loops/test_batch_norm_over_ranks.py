@@ -178,7 +178,8 @@ def test_other_ranks_take_no_part_in_a_group():
     """Layers of ranks that have no group, or one of a single rank, are plain batch normalisation."""
     x = torch.randn(4, 3)
     assert torch.equal(SyncBatchNorm(3)(x), nn.BatchNorm1d(3)(x))
-    run_ranks(1, lambda rank: torch.equal(SyncBatchNorm(3, process_group=rank.group)(x), nn.BatchNorm1d(3)(x)))
+    synchronised = lambda rank: SyncBatchNorm(3, process_group=rank.group)(x)  # noqa: E731
+    assert torch.equal(*run_ranks(1, synchronised), nn.BatchNorm1d(3)(x))
 
 
 def checkpointed(reentrant):

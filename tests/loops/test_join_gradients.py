@@ -9,19 +9,15 @@ from torch import nn
 import lockstep
 from ddp_reference import both, ddp_class
 from processes import on_processes
+from programs.networks import Applying
 from programs.ranks import scalars
 from small_modules import filled, one_weight, x_of
 
 
-class Branches(nn.Module):
+def branches():
     """Two weights; the second is used on demand."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([one_weight(), one_weight()])
-
-    def forward(self, x, both=True):
-        return self.layers[0](x) + (self.layers[1](x) if both else 0)
+    forward = lambda m, x, both=True: m.layers[0](x) + (m.layers[1](x) if both else 0)  # noqa: E731
+    return Applying(forward, (), layers=nn.ModuleList([one_weight(), one_weight()]))
 
 
 @both
@@ -56,7 +52,7 @@ def test_a_rank_that_has_run_out_begins_the_next_epoch_without_the_others_gradie
 @on_processes(2)
 def test_gradients_of_this_rank_alone_are_contributed_to_the_next_round(rank, synchronise, left, after):
     """What is left of the last batch before a rank runs out."""
-    ddp = lockstep.DistributedDataParallel(Branches())
+    ddp = lockstep.DistributedDataParallel(branches())
     with ddp.join():
         for batch in range([1, 3][rank.rank]):
             ddp.zero_grad()
@@ -73,7 +69,7 @@ def test_gradients_of_this_rank_alone_are_contributed_to_the_next_round(rank, sy
 @on_processes(2)
 def test_a_rank_that_has_run_out_has_no_gradient_of_a_new_layer(rank):
     """A layer is replaced before ``join``, in which rank 0 has no batch."""
-    module = Branches()
+    module = branches()
     ddp = lockstep.DistributedDataParallel(module)
     module.layers[1] = one_weight()
     with ddp.join():

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
-from programs.networks import Signed
+from programs.networks import Applying, Signed
 from programs.ranks import on_ranks, replicated, scalars, scalars_of
 from small_modules import error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
@@ -219,17 +219,14 @@ def test_buffers_of_a_turn_of_several_rounds_are_those_of_one_rank(known, module
             assert found == [{each} for each in enumerate(owners)]
 
 
-class Statistics(nn.Module):
-    """Buffers of which each rank's forward makes another; as many elements as it is told."""
+def statistics(count):
+    """A buffer of so many elements, of which each rank's forward makes another."""
 
-    def __init__(self, count):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.register_buffer("values", torch.zeros(count))
+    def forward(m, value):
+        m.values = torch.full_like(m.values, value)
+        return m.weight.sum()
 
-    def forward(self, value):
-        self.values = torch.full_like(self.values, value)
-        return self.weight.sum()
+    return Applying(forward, (), weight=nn.Parameter(torch.ones(1)), values=torch.zeros(count))
 
 
 @knowing
@@ -237,7 +234,7 @@ class Statistics(nn.Module):
 @on_ranks(3)
 def test_mean_buffers_are_those_of_the_ranks_that_have_a_batch(rank, known, count):
     lengths = (1, 0, 2)
-    model, seen = replicated(rank, lambda: Statistics(count), buffer_policy="mean"), []
+    model, seen = replicated(rank, lambda: statistics(count), buffer_policy="mean"), []
     own = [0] * lengths[rank.rank]
     for _ in range(2):
         for _ in lockstep.batches(own if known else iter(own), model, padding=0):

@@ -375,9 +375,7 @@ def test_gradients_that_have_piled_up_count_when_a_parameter_is_added_meanwhile(
 
 def applying(forward):
     """A module of one weight, the first, and room for a second one."""
-    module = Applying(forward, first=one_weight(), second=None)
-    del module.linear
-    return module
+    return Applying(forward, (), first=one_weight(), second=None)
 
 
 @on_ranks(2)

@@ -10,6 +10,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import AgreementError, LockstepError
+from programs.networks import Applying
 from programs.ranks import on_ranks
 from threaded import count_collectives
 
@@ -17,20 +18,18 @@ GROUPS = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 LARGE = 1 << 18
 
 
-class Scaled(nn.Module):
-    """Layers of weights of any shape: a gradient is the input, everywhere."""
+def scaled(*sizes):
+    """Weights of any shape: a gradient is the input, everywhere."""
 
-    def __init__(self, *sizes):
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(size) for size in sizes)
-
-    def forward(self, x, used=None):
-        chosen = self.weights if used is None else [self.weights[used]]
+    def forward(m, x, used=None):
+        chosen = m.weights if used is None else [m.weights[used]]
         return sum((weight * x).double().sum() for weight in chosen)
+
+    return Applying(forward, (), weights=nn.ParameterList(torch.ones(size) for size in sizes))
 
 
 def used_once(rank):
-    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    net = lockstep.replicate(scaled(3, 3), process_group=rank.group)
     net(1.0).backward()
     net.zero_grad()
     return net
@@ -62,7 +61,7 @@ SIZES = {"small": (3, 3), "large": (LARGE, 3), "large and changed": (3, LARGE)}
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2, "hosts")
 def test_gradients_are_means_after_a_change_on_all_ranks(rank, change, sizes):
-    net = lockstep.replicate(Scaled(*sizes), process_group=rank.group)
+    net = lockstep.replicate(scaled(*sizes), process_group=rank.group)
     for step in range(5):
         if step in (1, 3):
             net.zero_grad()
@@ -91,7 +90,7 @@ def test_a_resized_parameter_that_only_one_rank_uses(rank, used):
 @pytest.mark.parametrize("change", ["grown", "set in place", "double"])
 @on_ranks(2, "hosts")
 def test_a_change_on_one_rank_is_an_error_by_name_until_it_is_undone(rank, change, used):
-    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    net = lockstep.replicate(scaled(3, 3), process_group=rank.group)
     net(1.0).backward()
     kept = [p.data for p in net.parameters()]
     if rank.rank == 1:
@@ -139,7 +138,7 @@ def test_a_change_within_a_window_of_weights_is_an_error_on_every_rank(rank):
 
 @on_ranks(2)
 def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change(rank):
-    net = lockstep.replicate(Scaled(3, 3), process_group=rank.group)
+    net = lockstep.replicate(scaled(3, 3), process_group=rank.group)
     counts = []
     for step in range(6):
         net.zero_grad()

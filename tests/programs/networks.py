@@ -23,12 +23,15 @@ def mlp(*sizes):
 class Applying(nn.Module):
     """A linear layer, and what forward does as a function of the module and its inputs: `Applying(lambda m, x: x)`.
 
-    Without a function it is the layer. What is given by name is a buffer if it is a tensor, and else an attribute.
+    Without a function it is the layer; without sizes there is none. What is given by name is a buffer if it is a
+    tensor, and else an attribute.
     """
 
     def __init__(self, function=None, sizes=(3, 2), **given):
         super().__init__()
-        self.linear, self.function = nn.Linear(*sizes), function
+        self.function = function
+        if sizes:
+            self.linear = nn.Linear(*sizes)
         for name, value in given.items():
             buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
             self.register_buffer(name, value) if buffer else setattr(self, name, value)
@@ -134,9 +137,7 @@ def lists():
         return x * m.gains["a"] + x * m.gains["b"]
 
     gains = nn.ParameterDict({"a": torch.ones(2), "b": torch.full((2,), 2.0)})
-    network = Applying(forward, weights=nn.ParameterList([torch.randn(3, 3), torch.randn(3, 2)]), gains=gains)
-    del network.linear
-    return network
+    return Applying(forward, (), weights=nn.ParameterList([torch.randn(3, 3), torch.randn(3, 2)]), gains=gains)
 
 
 def listing():

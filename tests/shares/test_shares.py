@@ -23,6 +23,7 @@ from lockstep.errors import AgreementError, AuditError, NotReplicableError, Opti
 from lockstep.phases import Phases
 from lockstep.shares import share_exchange as reduction
 from lockstep.shares.share_exchange import ExchangePlan
+from programs.networks import Applying
 from programs.ranks import on_ranks, replicated, scalars
 from share_runs import (
     CELLS,
@@ -191,27 +192,23 @@ def test_gradients_from_before_a_step_are_added_to(rank):
     assert model.weight.grad.item() == 15.0
 
 
-class Branches(nn.Module):
-    """Uses one of two weights by the sign of x, and a third one never."""
-
-    def __init__(self):
-        super().__init__()
-        self.small, self.large, self.idle = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-
-    def forward(self, x):
-        return (x * (self.small if x.max() < 4 else self.large)).sum()
+def branches():
+    """Uses one of two weights, by the size of x, and a third one never."""
+    small, large, idle = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    forward = lambda m, x: (x * (m.small if x.max() < 4 else m.large)).sum()  # noqa: E731
+    return Applying(forward, (), small=small, large=large, idle=idle)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @on_ranks(None, "world")
 def test_parameters_that_some_shares_do_not_use(rank):
-    assert gradients_of(*with_rows(rank, Branches(), 8)) == [[6 / 8, 22 / 8, None], [None, 92 / 8, None]]
+    assert gradients_of(*with_rows(rank, branches(), 8)) == [[6 / 8, 22 / 8, None], [None, 92 / 8, None]]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @on_ranks(None, "world")
 def test_a_gradient_of_minus_zero_keeps_its_sign(rank):
-    model, data = with_rows(rank, Branches())
+    model, data = with_rows(rank, branches())
     for (x,) in next(iter(data)):
         model(x.view(1) * -0.0 if x == 2 else x.view(1) + 4).backward()
     assert model.small.grad.item() == 0
@@ -343,18 +340,15 @@ def test_a_layer_that_is_new_takes_part(rank):
 # ------------------------------------------------------------------------------------- buffers
 
 
-class Writing(nn.Module):
+def writing(write, **buffers):
     """The sum of its input times 0, a weight. Before it, `write(module, x)` may write to the buffers."""
 
-    def __init__(self, write, **buffers):
-        super().__init__()
-        self.write, self.weight = write, nn.Parameter(torch.zeros(1))
-        for name, value in buffers.items():
-            self.register_buffer(name, torch.tensor(value) if not isinstance(value, torch.Tensor) else value)
+    def forward(m, x):
+        write(m, x)
+        return (x * m.weight).sum()
 
-    def forward(self, x):
-        self.write(self, x)
-        return (x * self.weight).sum()
+    tensors = {name: torch.as_tensor(value) for name, value in buffers.items()}
+    return Applying(forward, (), weight=nn.Parameter(torch.zeros(1)), **tensors)
 
 
 def kinds_of_buffers():
@@ -366,7 +360,7 @@ def kinds_of_buffers():
             m.count += 1
             m.flags[int(x.min()) % 3] = True
 
-    return Writing(write, constant=[0.1], mean=[0.1], count=0, flags=[False] * 3)
+    return writing(write, constant=[0.1], mean=[0.1], count=0, flags=[False] * 3)
 
 
 def test_buffers_begin_each_share_alike_and_are_averaged():
@@ -394,30 +388,26 @@ def test_buffers_of_any_floating_dtype_are_averaged_in_float32_at_least(rank):
             m.rotation += x.mean() * 1j
 
     half = torch.tensor((1 + 4 * 1.0078125) / 5).bfloat16().item()
-    model, data = with_rows(rank, Writing(write, low=torch.ones(1).bfloat16(), rotation=[0j]), 5, 5)
+    model, data = with_rows(rank, writing(write, low=torch.ones(1).bfloat16(), rotation=[0j]), 5, 5)
     backward(model, next(iter(data)))
     assert (model.low.item(), model.rotation.item()) == (half, pytest.approx(2j))
 
 
-class Scaled(nn.Module):
+def scaled():
     """Saves its buffer in the graph, after it has given it another value."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(1, 1, bias=False)
-        self.register_buffer("scale", torch.ones(1))
-        nn.init.ones_(self.layer.weight)
+    def forward(m, x):
+        m.scale = m.scale + x.detach().mean()
+        return m.layer(x) * m.scale
 
-    def forward(self, x):
-        self.scale = self.scale + x.detach().mean()
-        return self.layer(x) * self.scale
+    return Applying(forward, (), layer=one_weight(), scale=torch.ones(1))
 
 
 @on_gloo_and_shm
 @on_ranks(2, "hosts")
 def test_a_graph_that_outlives_the_step_sees_the_buffers_that_it_has_saved(rank):
     """One row in each of four shares: they make 1, 2, 3 and 4 of a buffer that is 1 before, and 2.5 after the step."""
-    model, data = with_rows(rank, Scaled())
+    model, data = with_rows(rank, scaled())
     for (x,) in next(iter(data)):
         out = model(x)
         out.backward(retain_graph=True)
@@ -492,7 +482,7 @@ def test_buffers_that_change_in_some_steps_only(rank):
             m.mean.mul_(2)
             m.count += 1
 
-    model, data = with_rows(rank, Writing(write, mean=[1.0], count=0))
+    model, data = with_rows(rank, writing(write, mean=[1.0], count=0))
     found = []
     for batch in data:
         backward(model, batch)
@@ -510,7 +500,7 @@ def test_a_counter_that_shares_of_one_rank_alone_change(rank):
         if x.min() % 4 >= 2:
             m.count += 1
 
-    model, data = with_rows(rank, Writing(write, count=0))
+    model, data = with_rows(rank, writing(write, count=0))
     for batch in data:
         backward(model, batch)
     assert model.count.item() == 4
