@@ -22,6 +22,11 @@ def one_weight(value: float = 1.0) -> nn.Linear:
     return filled(nn.Linear(1, 1, bias=False), value)
 
 
+def chain(count: int = 2, value: float = 1.0) -> nn.Sequential:
+    """Two of them, or another number, one after the other."""
+    return nn.Sequential(*(one_weight(value) for _ in range(count)))
+
+
 def x_of(rank: Any, value: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """An input of one element that tells ranks apart: the value on rank 0, twice that on rank 1."""
     return torch.full((1, 1), value * (rank.rank + 1), dtype=dtype)
@@ -51,6 +56,21 @@ def fails_in_backward(x: torch.Tensor, fails: bool = True, error: type[Exception
             raise error("a bad batch")
 
     return CallInBackward.apply(x, call)
+
+
+class StopInBackward(torch.autograd.Function):
+    """The identity, whose backward gives its input no gradient if it ``stops``, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stops: bool = True) -> torch.Tensor:
+        """A copy of x."""
+        ctx.stops = stops
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        """The gradient as it is, or none."""
+        return None if ctx.stops else grad, None
 
 
 def error_of(call: Callable[[], Any]) -> type[Exception] | None:

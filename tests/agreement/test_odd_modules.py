@@ -16,7 +16,7 @@ from lockstep.errors import AgreementError, NotReplicableError
 from processes import on_processes, run_processes
 from programs.networks import Applying
 from programs.ranks import error_on_all, on_ranks, replicated, scalars, scalars_of
-from small_modules import one_weight, x_of
+from small_modules import chain, one_weight, x_of
 from threaded import run_ranks
 
 
@@ -207,7 +207,7 @@ class Feedback:
 
 @on_ranks(2)
 def test_hooks_that_keep_something_for_each_bucket_go_on_after_unfreezing(rank):
-    net = nn.Sequential(one_weight(), one_weight())
+    net = chain(2)
     net[0].requires_grad_(False)
     lockstep.replicate(net, process_group=rank.group)
     net.register_comm_hook(None, Feedback())

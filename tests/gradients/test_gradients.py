@@ -13,7 +13,7 @@ import lockstep
 from lockstep.errors import LockstepError, PeerError
 from programs.networks import Applying, mlp
 from programs.ranks import on_ranks, replicated, rows, same_as_one_process, same_gradients, scalars, scalars_of
-from small_modules import fails_in_backward, one_weight, x_of
+from small_modules import chain, fails_in_backward, one_weight, x_of
 from threaded import run_ranks
 
 
@@ -271,7 +271,7 @@ def test_a_gradient_put_there_by_hand_is_added_to(rank):
 
 @on_ranks(2)
 def test_frozen_thawed_and_frozen_again(rank):
-    module = nn.Sequential(one_weight(), one_weight())
+    module = chain(2)
     module[0].requires_grad_(False)
     lockstep.replicate(module, process_group=rank.group)
     for trained in ((False, True), (True, True), (True, False), (False, True), (True, True)):
@@ -332,7 +332,7 @@ def test_autograd_grad_is_this_ranks(rank):
 @on_ranks(2)
 def test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten(rank, failing, cap, weight):
     """Between two layers; all go on with another branch."""
-    module = replicated(rank, lambda: nn.Sequential(one_weight(), one_weight(), one_weight()), bucket_cap_mb=cap)
+    module = replicated(rank, lambda: chain(3), bucket_cap_mb=cap)
     module(x_of(rank)).sum().backward()
     message = "a bad batch" if rank.rank in failing else f"backward failed on rank {min(failing)}"
     for _ in range(2):

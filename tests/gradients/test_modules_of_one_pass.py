@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
@@ -12,19 +11,15 @@ import lockstep
 from lockstep.errors import OptionError, PeerError
 from processes import on_processes
 from programs.ranks import clear, on_ranks, replicated, scalars, scalars_of
-from small_modules import fails_in_backward, one_weight, x_of
+from small_modules import StopInBackward, chain, fails_in_backward, x_of
 from threaded import count_collectives
 
 LAYERS = 3
 
 
-def chain():
-    return nn.Sequential(*(one_weight() for _ in range(LAYERS)))
-
-
 def chains(rank, count=2):
     """Modules in which each weight has a bucket, after their first round."""
-    modules = [replicated(rank, chain, bucket_cap_mb=1e-6) for _ in range(count)]
+    modules = [replicated(rank, lambda: chain(LAYERS), bucket_cap_mb=1e-6) for _ in range(count)]
     sum(module(x_of(rank)).sum() for module in modules).backward()
     clear(*modules)
     return modules
@@ -67,7 +62,7 @@ def test_backward_may_reach_modules_in_another_order_on_each_rank(rank):
 @on_ranks(2)
 def test_a_weight_in_two_modules(rank, cap):
     """The last one reduces it: the other one must not take its gradient while that one's round goes on."""
-    first, second = chain(), chain()
+    first, second = chain(LAYERS), chain(LAYERS)
     second[0].weight = first[0].weight
     options = {"process_group": rank.group, "bucket_cap_mb": cap}
     modules = [lockstep.DistributedDataParallel(each, **options) for each in (first, second)]
@@ -129,23 +124,12 @@ def test_modules_that_reentrant_checkpointing_hides_are_reduced(rank, count, ran
         assert scalars_of(*modules, loss=modules[-1](out).sum()) == [1.5] * count * LAYERS
 
 
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
-
-
 @on_ranks(2)
 def test_a_module_that_gets_no_gradient_on_one_rank(rank):
     """The graph leads to it, and a function hands it none."""
     modules = chains(rank)
     for _ in range(2):
-        out = modules[0](x_of(rank))
-        out = _NoGradient.apply(out) if rank.rank else out
+        out = StopInBackward.apply(modules[0](x_of(rank)), rank.rank == 1)
         assert scalars_of(*modules, loss=modules[1](out).sum()) == [0.5] * LAYERS + [1.5] * LAYERS
 
 
@@ -195,7 +179,7 @@ def test_a_batch_that_is_left_out(rank, place):
 @on_processes(2)
 def test_a_rank_that_has_run_out_in_join(rank):
     """Rank 1 runs out of batches in Join, which has both wrappers."""
-    modules = [lockstep.DistributedDataParallel(chain(), bucket_cap_mb=1e-6) for _ in "ab"]
+    modules = [lockstep.DistributedDataParallel(chain(LAYERS), bucket_cap_mb=1e-6) for _ in "ab"]
     with Join([*modules]):
         for mean in (1.5, 1.5, 1.5, 0.5)[: 4 - rank.rank]:
             assert scalars_of(*modules, loss=in_turn(rank, modules)) == [mean] * 2 * LAYERS

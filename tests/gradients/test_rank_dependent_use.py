@@ -16,7 +16,7 @@ from lockstep.distributed.reduction.autograd.graph import reach_of
 from lockstep.distributed.replication.replication import find_replication
 from programs.networks import Applying, Deep
 from programs.ranks import clear, on_ranks, replicated, rows, same_as_one_process, same_gradients, scalars_of
-from small_modules import filled, one_weight, x_of
+from small_modules import StopInBackward, filled, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
@@ -306,26 +306,13 @@ def test_what_a_rank_has_made_of_an_unused_sparse_gradient_stays(rank):
         assert rows_of(module) == [1.5 * factor, 0.5 * factor, 0.0, 0.0]
 
 
-class Stop(torch.autograd.Function):
-    """Gives its input no gradient if it ``stops``, not even zeros."""
-
-    @staticmethod
-    def forward(ctx, x, stops):
-        ctx.stops = stops
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None if ctx.stops else grad, None
-
-
 @pytest.mark.parametrize("only", [False, True], ids=["all", "inputs"])
 @on_ranks(2)
 def test_a_pass_past_forward_whose_gradients_are_all_undefined_on_a_rank(rank, only):
     module = replicated(rank)
     for step in range(4):
         module.zero_grad()
-        loss = Stop.apply(module.weight, rank.rank == step % 2).sum() * (step + 1)
+        loss = StopInBackward.apply(module.weight, rank.rank == step % 2).sum() * (step + 1)
         loss.backward(**({"inputs": [module.weight]} if only else {}))
         assert module.weight.grad.item() == (step + 1) / 2
 

@@ -17,12 +17,8 @@ from lockstep.distributed.replication.replication import find_replication
 from lockstep.errors import PeerError
 from programs.networks import mlp
 from programs.ranks import clear, on_ranks, replicated, rows, same_as_one_process, same_gradients, scalars, scalars_of
-from small_modules import fails_in_backward, one_weight, x_of
+from small_modules import chain, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, new_gloo_group
-
-
-def chain(count):
-    return nn.Sequential(*(one_weight() for _ in range(count)))
 
 
 def one_weights(rank, count=2):

@@ -13,7 +13,7 @@ from ddp_reference import both, ddp_class
 from lockstep.errors import AgreementError, OptionError, PeerError
 from processes import on_processes, run_processes
 from programs.ranks import clear, scalars
-from small_modules import one_weight, x_of
+from small_modules import chain, one_weight, x_of
 from tensor_classes import Hiding
 from threaded import count_collectives
 
@@ -86,8 +86,7 @@ def test_forwards_and_backwards_of_several_wrappers_in_any_order(rank, use):
 @on_processes(2)
 def test_wrappers_that_send_buckets_early(rank):
     """Outside of `join`, these send buckets before the end of backward."""
-    layers = lambda: torch.nn.Sequential(*(one_weight() for _ in range(3)))  # noqa: E731
-    a, b = wrappers(make=layers, bucket_cap_mb=1e-6)
+    a, b = wrappers(make=lambda: chain(3), bucket_cap_mb=1e-6)
     for _ in range(2):
         one_of_another(a, b, x_of(rank))
     assert gradients(rank, a, b, one_of_another) == [[1.5] * 6, [1.0] * 6, [1.0] * 6][: 1 + 2 * rank.rank]

@@ -19,19 +19,11 @@ from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError
 from programs.networks import Applying
 from programs.ranks import clear, on_ranks, replicated, scalars, scalars_of
-from small_modules import filled, one_weight, x_of
+from small_modules import chain, filled, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 gloo_and_shm = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 every_way = pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
-
-
-def one_layer():
-    return nn.Sequential(one_weight())
-
-
-def two_layers():
-    return nn.Sequential(one_weight(), one_weight())
 
 
 # ------------------------------------------------------------------------------- what programs do to their modules
@@ -137,7 +129,7 @@ def change_in_training(rank, change, make, way):
 @on_ranks(2)
 def test_gradients_are_means_after_a_change_on_all_ranks(rank, change, way):
     if (way, change) != ("past forward", "tensors are swapped"):  # nothing that has a hook, or is called, is left then
-        change_in_training(rank, CHANGES[change], two_layers, way)
+        change_in_training(rank, CHANGES[change], chain, way)
 
 
 @every_way
@@ -146,11 +138,11 @@ def test_a_layer_that_changes_before_it_has_been_used(rank, way):
     """Of the only layer no parameter is left that had a hook, nor the module that had it."""
 
     def replace_and_change(net):
-        net[0] = nn.Sequential(one_weight())
+        net[0] = chain(1)
         net[0][0] = one_weight()
         assign_a_checkpoint(net)
 
-    change_in_training(rank, replace_and_change, one_layer, way)
+    change_in_training(rank, replace_and_change, lambda: chain(1), way)
 
 
 @gloo_and_shm
@@ -158,8 +150,8 @@ def test_a_layer_that_changes_before_it_has_been_used(rank, way):
 @on_ranks(2, "hosts")
 def test_a_replicated_part_that_comes_later_keeps_its_own_parameters(rank, first):
     """Put into a replicated module, before it is replicated or afterwards, it synchronises what is new in it itself."""
-    whole = replicated(rank, one_layer)
-    part = nn.Sequential(one_weight())
+    whole = replicated(rank, lambda: chain(1))
+    part = chain(1)
     if first == "put in":
         whole.append(part)
     lockstep.replicate(part, process_group=rank.group)
@@ -186,7 +178,7 @@ MOVES = {
 @on_ranks(2)
 def test_a_layer_that_moves_between_replicated_modules(rank, first, move, weight, way):
     """It is synchronised by the one that has it, whichever was replicated first, and once: batches have weights."""
-    source, target = two_layers(), nn.Sequential(one_weight())
+    source, target = chain(2), chain(1)
     for module in (source, target) if first == "source" else (target, source):
         lockstep.replicate(module, process_group=rank.group)
     (source(x_of(rank)) + target(x_of(rank))).sum().backward()
@@ -207,7 +199,7 @@ def test_a_layer_that_moves_between_replicated_modules(rank, first, move, weight
 @on_ranks(2)
 def test_a_layer_that_has_moved_and_changed_is_synchronised_when_it_is_used_alone(rank, move):
     """Its new weight is all that gets a gradient, so nothing else can notice it."""
-    source, target = (replicated(rank, one_layer) for _ in range(2))
+    source, target = (replicated(rank, lambda: chain(1)) for _ in range(2))
     layer = source[0]
     MOVES[move](source, target, layer)
     layer.weight = nn.Parameter(torch.ones(1, 1))
@@ -217,8 +209,8 @@ def test_a_layer_that_has_moved_and_changed_is_synchronised_when_it_is_used_alon
 
 def test_a_replicated_part_lets_go_of_the_whole_that_it_was_in():
     def work(rank):
-        part = replicated(rank, one_layer)
-        whole = replicated(rank, one_layer)
+        part = replicated(rank, lambda: chain(1))
+        whole = replicated(rank, lambda: chain(1))
         whole.append(part)
         whole(x_of(rank)).sum().backward()
         return part, weakref.ref(whole[0].weight)
@@ -237,13 +229,13 @@ def test_layers_that_change_places_on_all_ranks(rank, way):
 @pytest.mark.parametrize("conversion_flag", ["overwrite_module_params", "swap_module_params"], indirect=True)
 @on_ranks(2)
 def test_conversions_that_make_new_parameters(rank, conversion_flag):
-    change_in_training(rank, lambda net: net.double().float(), two_layers, "replicated")
+    change_in_training(rank, lambda net: net.double().float(), chain, "replicated")
 
 
 @on_ranks(2)
 def test_weights_that_are_untied(rank):
     def make():
-        net = two_layers()
+        net = chain(2)
         tie(net)
         return net
 
@@ -286,7 +278,7 @@ LONE_CHANGES = {
 @pytest.mark.parametrize(("change", "words"), LONE_CHANGES.values(), ids=LONE_CHANGES)
 def test_a_change_on_one_rank_is_an_error_on_every_rank_until_it_is_undone(change, words, hosts):
     def call(rank):
-        net = replicated(rank, two_layers)
+        net = replicated(rank, chain)
         net(x_of(rank)).sum().backward()
         before = list(net)
         if rank.rank == 1:
@@ -305,7 +297,7 @@ def test_a_change_on_one_rank_is_an_error_on_every_rank_until_it_is_undone(chang
 
 @on_ranks(2)
 def test_ranks_go_on_when_a_lone_change_has_been_undone(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     if rank.rank == 1:
         net.append(one_weight())
     with pytest.raises(AgreementError, match=r"rank 1 has parameter 2\.weight"):
@@ -317,7 +309,7 @@ def test_ranks_go_on_when_a_lone_change_has_been_undone(rank):
 
 @on_ranks(2)
 def test_a_new_parameter_with_other_values_on_some_rank_is_an_error_on_every_rank(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     net[1] = one_weight(1.0 + rank.rank)
     words = r"parameter 1\.weight was put into the module after .*other values on rank 1 than on rank 0"
     with pytest.raises(OutOfSyncError, match=words):
@@ -328,7 +320,7 @@ def test_a_new_parameter_with_other_values_on_some_rank_is_an_error_on_every_ran
 
 @on_ranks(2)
 def test_values_that_differ_are_not_compared_without_init_sync(rank):
-    net = lockstep.replicate(two_layers(), process_group=rank.group, init_sync=False)
+    net = lockstep.replicate(chain(2), process_group=rank.group, init_sync=False)
     net(x_of(rank)).sum().backward()
     net[1] = one_weight(rank.rank + 1.0)
     assert scalars_of(net, loss=net(x_of(rank)).sum())[1] == 1.5
@@ -339,7 +331,7 @@ def test_values_that_differ_are_not_compared_without_init_sync(rank):
 
 @on_ranks(2)
 def test_hooks_of_a_new_parameter_see_the_mean(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     net(x_of(rank)).sum().backward()
     net[1] = one_weight()
     seen = []
@@ -353,7 +345,7 @@ def test_hooks_of_a_new_parameter_see_the_mean(rank):
 
 @on_ranks(2)
 def test_hooks_of_a_parameter_that_was_removed_go_on(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     layer, seen = net[1], []
     layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
     del net[1]
@@ -364,7 +356,7 @@ def test_hooks_of_a_parameter_that_was_removed_go_on(rank):
 
 @on_ranks(2)
 def test_gradients_that_have_piled_up_count_when_a_parameter_is_added_meanwhile(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     with net.no_sync():
         net(x_of(rank)).sum().backward()
         net.append(one_weight())
@@ -400,7 +392,7 @@ def test_a_layer_made_in_the_first_forward(rank):
 
 @on_ranks(2)
 def test_another_dtype_of_a_new_parameter(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     net[1] = one_weight().double()
     net[1](net[0](x_of(rank)).double()).sum().backward()
     assert (scalars(net), net[1].weight.grad.dtype) == ([1.5, 1.5], torch.float64)
@@ -408,7 +400,7 @@ def test_another_dtype_of_a_new_parameter(rank):
 
 @on_ranks(2)
 def test_parameters_lent_by_functional_call_are_no_change(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     net(x_of(rank)).sum().backward()
     net.zero_grad()
     lent = {name: (2 * p.detach()).requires_grad_() for name, p in net.named_parameters()}
@@ -441,7 +433,7 @@ def test_parameters_that_an_inner_step_replaces(rank, puts_back):
 @pytest.mark.parametrize("weight", [None, 1.0])
 @on_ranks(2)
 def test_a_parameter_that_was_in_the_module_for_a_moment(rank, weight):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     layer = one_weight()
     net.append(layer)
     del net[2]
@@ -452,7 +444,7 @@ def test_a_parameter_that_was_in_the_module_for_a_moment(rank, weight):
 
 @on_ranks(2)
 def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change(rank):
-    net, counts = replicated(rank, two_layers), []
+    net, counts = replicated(rank, chain), []
     for step in range(7):
         if step == 4:
             assign_a_checkpoint(net)
@@ -469,7 +461,7 @@ def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change(r
 
 @on_ranks(2)
 def test_the_earlier_wrapper_of_a_module_with_other_weights_is_replaced(rank):
-    module = two_layers()
+    module = chain(2)
     first = lockstep.DistributedDataParallel(module, process_group=rank.group)
     assign_a_checkpoint(module)
     second = lockstep.DistributedDataParallel(module, process_group=rank.group)
@@ -482,7 +474,7 @@ def test_the_earlier_wrapper_of_a_module_with_other_weights_is_replaced(rank):
 
 @on_ranks(2)
 def test_a_module_is_synchronised_and_watched_when_its_wrapper_is_dropped(rank):
-    net = lockstep.DistributedDataParallel(two_layers(), process_group=rank.group).module
+    net = lockstep.DistributedDataParallel(chain(2), process_group=rank.group).module
     gc.collect()
     net[1] = one_weight()
     net(x_of(rank)).sum().backward()
@@ -493,7 +485,7 @@ def test_a_module_is_synchronised_and_watched_when_its_wrapper_is_dropped(rank):
 @on_ranks(2)
 def test_a_part_that_has_outlived_its_module_raises_until_it_is_replicated_itself(rank, wrapped):
     make = lockstep.DistributedDataParallel if wrapped else lockstep.replicate
-    whole = make(two_layers(), process_group=rank.group)
+    whole = make(chain(2), process_group=rank.group)
     part = (whole.module if wrapped else whole)[0]
     del whole
     gc.collect()
@@ -509,7 +501,7 @@ def test_a_part_that_has_outlived_its_module_raises_until_it_is_replicated_itsel
 @on_ranks(2)
 def test_a_part_of_a_module_that_a_wrapper_has_lost_raises_on_all_ranks(rank):
     """The wrapper keeps the reducer, which has no module any more on one rank."""
-    wrapper = lockstep.DistributedDataParallel(two_layers(), process_group=rank.group)
+    wrapper = lockstep.DistributedDataParallel(chain(2), process_group=rank.group)
     net = wrapper.module
     if rank.rank:
         wrapper.module, net = None, net[0]
@@ -533,7 +525,7 @@ WAYS = {
 @pytest.mark.parametrize(("first", "second", "inside"), WAYS.values(), ids=WAYS)
 @on_ranks(2)
 def test_the_last_replication_replaces_the_first(rank, first, second, inside):
-    net = two_layers()
+    net = chain(2)
     earlier = first(net, process_group=rank.group)
     later = second(net if inside else earlier, process_group=rank.group)
     with later.no_sync():
@@ -550,7 +542,7 @@ def test_the_last_replication_replaces_the_first(rank, first, second, inside):
 @on_ranks(2)
 def test_what_an_earlier_replication_has_lost_does_not_keep_it(rank):
     """Its layer is replaced before the module is wrapped again; then both ranks use another part of what is new."""
-    net = two_layers()
+    net = chain(2)
     earlier = lockstep.DistributedDataParallel(net, process_group=rank.group)
     net[1] = one_weight()
     lockstep.DistributedDataParallel(net, process_group=rank.group)
@@ -565,7 +557,7 @@ def test_what_an_earlier_replication_has_lost_does_not_keep_it(rank):
 
 @on_ranks(2)
 def test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     net.forward = net[0].forward
     net.register_buffer("new", torch.full((1,), float(rank.rank)))
     (net(x_of(rank)) + net[1](x_of(rank))).sum().backward()  # what was called last is gone through first
@@ -574,7 +566,7 @@ def test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward(rank):
 
 @on_ranks(2)
 def test_a_list_of_modules_is_still_watched_when_one_has_been_deleted(rank):
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     net.append(one_weight())
     del net[-1]
     net[1] = one_weight()
@@ -585,7 +577,7 @@ def test_a_list_of_modules_is_still_watched_when_one_has_been_deleted(rank):
 @on_ranks(2)
 def test_a_new_layer_and_one_that_is_used_for_the_first_time_have_their_own_gradients(rank):
     """A new layer where one was that has not been used so far, and that is used again now."""
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     for _ in range(2):
         net[0](x_of(rank)).sum().backward()
     net.insert(1, one_weight())
@@ -598,7 +590,7 @@ def test_a_new_layer_and_one_that_is_used_for_the_first_time_have_their_own_grad
 @on_ranks(2, "hosts")
 def test_a_layer_that_one_rank_has_frozen_when_another_is_replaced(rank):
     """A layer that one rank has frozen, when another is replaced: plans begin with what is trained."""
-    net = replicated(rank, two_layers)
+    net = replicated(rank, chain)
     net(x_of(rank)).sum().backward()
     net[1].requires_grad_(rank.rank == 0)
     net[0] = one_weight()
