@@ -25,60 +25,59 @@ def recompute(call, *args, reentrant):
 
 
 class Layers(nn.Module):
-    """Four layers; subclasses say how they are recomputed."""
+    """Four layers; `kind(module, x, rank)` says how forward recomputes them."""
 
-    def __init__(self, reentrant):
+    def __init__(self, reentrant, kind=None):
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.kind = reentrant, kind
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
 
     def run(self, call, *args):
         return recompute(call, *args, reentrant=self.reentrant)
 
-
-class Each(Layers):
     def forward(self, x, rank):
-        for layer in self.layers:
-            x = self.run(layer, x).tanh()
-        return x
+        return self.kind(self, x, rank)
 
 
-class Twice(Layers):
+def each(m, x, rank):
+    return parts(m, x, 4)
+
+
+def parts(m, x, count):
+    for index in range(count):
+        x = m.run(m.layers[index], x).tanh()
+    return x
+
+
+def twice(m, x, rank):
     """A layer more than once: recomputed each time, and once outside of any checkpoint."""
-
-    def forward(self, x, rank):
-        x = self.layers[0](x)
-        for index in (1, 1, 0, 2, 1):
-            x = self.run(self.layers[index], x).tanh()
-        return x
+    x = m.layers[0](x)
+    for index in (1, 1, 0, 2, 1):
+        x = m.run(m.layers[index], x).tanh()
+    return x
 
 
-class Nested(Layers):
-    def inner(self, x):
-        return self.run(self.layers[1], self.layers[0](x)).tanh()
+def nested(m, x, rank):
+    def inner(x):
+        return m.run(m.layers[1], m.layers[0](x)).tanh()
 
-    def outer(self, x):
-        return self.layers[3](self.run(self.inner, self.layers[2](x)))
+    def outer(x):
+        return m.layers[3](m.run(inner, m.layers[2](x)))
 
-    def forward(self, x, rank):
-        return self.run(self.outer, x)
+    return m.run(outer, x)
 
 
-class Branching(Layers):
+def branching(m, x, rank):
     """Which layer is recomputed depends on the rank; layer 0 is used by all, at both ends."""
-
-    def forward(self, x, rank):
-        x = self.run(self.layers[0], x).tanh()
-        x = self.run(self.layers[1 + rank], x).tanh()
-        return self.run(self.layers[0], x)
+    x = m.run(m.layers[0], x).tanh()
+    x = m.run(m.layers[1 + rank], x).tanh()
+    return m.run(m.layers[0], x)
 
 
-class InSegments(Layers):
+def in_segments(m, x, rank):
     """Part of the layers alone, with an early exit on rank 1."""
-
-    def forward(self, x, rank):
-        x = self.run(lambda y: self.layers[1](self.layers[0](y)).tanh(), x)
-        return x if rank == 1 else self.layers[3](self.layers[2](x))
+    x = m.run(lambda y: m.layers[1](m.layers[0](y)).tanh(), x)
+    return x if rank == 1 else m.layers[3](m.layers[2](x))
 
 
 def inputs(step, rank, wants_grad=True):
@@ -87,7 +86,7 @@ def inputs(step, rank, wants_grad=True):
 
 def train(rank, kind, reentrant, cap, wants_grad=True, from_outside=False):
     """Steps of two micro-batches beside one process. Returns how many collectives the last one took."""
-    module = replicated(rank, lambda: kind(reentrant).double(), bucket_cap_mb=cap)
+    module = replicated(rank, lambda: Layers(reentrant, kind).double(), bucket_cap_mb=cap)
     reference = copy.deepcopy(module)
     reference.reentrant = False
     call = (lambda *args: recompute(module, *args, reentrant=reentrant)) if from_outside else module
@@ -110,14 +109,14 @@ def train(rank, kind, reentrant, cap, wants_grad=True, from_outside=False):
 
 @pytest.mark.parametrize("cap", [None, 1e-4], ids=["one bucket", "many buckets"])
 @reentrant_or_not
-@pytest.mark.parametrize("kind", [Each, Twice, Nested, Branching, InSegments])
+@pytest.mark.parametrize("kind", [each, twice, nested, branching, in_segments])
 @on_ranks(2)
 def test_gradients_are_those_of_one_process(rank, kind, reentrant, cap):
     train(rank, kind, reentrant, cap)
 
 
 @reentrant_or_not
-@pytest.mark.parametrize("kind", [Each, Nested])
+@pytest.mark.parametrize("kind", [each, nested])
 @on_ranks(2)
 def test_a_module_checkpointed_from_outside(rank, kind, reentrant):
     train(rank, kind, reentrant, 1e-4, from_outside=True)
@@ -125,40 +124,31 @@ def test_a_module_checkpointed_from_outside(rank, kind, reentrant):
 
 @on_ranks(2)
 def test_inputs_that_need_no_gradient(rank):
-    train(rank, Twice, False, None, wants_grad=False)
+    train(rank, twice, False, None, wants_grad=False)
 
 
 @on_ranks(2)
 def test_a_layer_recomputed_twice_costs_no_collective_of_its_own_in_the_end(rank):
     """One for each of the three layers that are in use, and at most one for what turned out to be late."""
-    assert train(rank, Twice, True, 1e-4) <= 4
-    assert train(rank, Each, True, 1e-4) == 4
-
-
-class Parts(Layers):
-    """Never called itself: its layers are, by another method."""
-
-    def parts(self, x, count):
-        for index in range(count):
-            x = self.run(self.layers[index], x).tanh()
-        return x
+    assert train(rank, twice, True, 1e-4) <= 4
+    assert train(rank, each, True, 1e-4) == 4
 
 
 @pytest.mark.parametrize("counts", [(3, 3), (2, 3), (1, 4)])
 @reentrant_or_not
 @on_ranks(2)
 def test_layers_recomputed_past_forward_of_the_module(rank, reentrant, counts):
-    module = replicated(rank, lambda: Parts(reentrant).double())
-    same_as_one_process(rank, module, lambda each, step, r: each.parts(inputs(step, r), counts[r]).square().mean())
+    module = replicated(rank, lambda: Layers(reentrant).double())
+    same_as_one_process(rank, module, lambda m, step, r: parts(m, inputs(step, r), counts[r]).square().mean())
 
 
 @on_ranks(2)
 def test_reentrant_passes_inside_of_a_pass_are_one_round(rank):
-    module = replicated(rank, lambda: Parts(True).double())
+    module = replicated(rank, lambda: Layers(True).double())
     for _ in range(3):  # the plan adapts in the first ones
         module.zero_grad()
         with count_collectives(rank) as seen:
-            module.parts(inputs(0, rank.rank), 3).square().mean().backward()
+            parts(module, inputs(0, rank.rank), 3).square().mean().backward()
     assert len(seen) == 1
 
 
