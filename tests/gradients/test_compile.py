@@ -58,32 +58,24 @@ WAYS = {
 }
 
 
-def before(way, module, **options):
-    return way(torch.compile(module, **options))
-
-
-def after(way, module, **options):
-    return torch.compile(way(module), **options)
-
-
-def method_before(way, module, **options):
-    module.compile(**options)
-    return way(module)
-
-
-def method_after(way, module, **options):
-    module = way(module)
+def by_method(module, **options):
     module.compile(**options)
     return module
 
 
-def blocks(way, module, **options):
+def by_blocks(module, **options):
     module.first = torch.compile(module.first, **options)
     module.last.compile(**options)
-    return way(module)
+    return module
 
 
-PLACES = [before, after, method_before, method_after, blocks]
+PLACES = {
+    "before": lambda way, module, **options: way(torch.compile(module, **options)),
+    "after": lambda way, module, **options: torch.compile(way(module), **options),
+    "method before": lambda way, module, **options: way(by_method(module, **options)),
+    "method after": lambda way, module, **options: by_method(way(module), **options),
+    "blocks": lambda way, module, **options: way(by_blocks(module, **options)),
+}
 
 
 def allow_warnings():
@@ -119,16 +111,15 @@ def assert_same(got, wanted, what):
         )
 
 
-ALL_PLACES = [place.__name__ for place in PLACES]
-SOME_PLACES = ["method_after", "blocks"]  # of the wrapper in others: beside the reference, below
+OTHERS = ["before", "after", "method before"]  # of the wrapper also beside the reference, below
 
 
 @pytest.mark.parametrize(
     ("name", "backend", "places"),
     [
-        (*KINDS[0], ALL_PLACES),
-        (*KINDS[1], SOME_PLACES),
-        pytest.param(*KINDS[1], [place for place in ALL_PLACES if place not in SOME_PLACES], marks=pytest.mark.soak),
+        (*KINDS[0], [*PLACES]),
+        (*KINDS[1], ["method after", "blocks"]),
+        pytest.param(*KINDS[1], OTHERS, marks=pytest.mark.soak),
     ],
 )
 @on_processes(2)
@@ -138,13 +129,13 @@ def test_compiled_before_after_and_inside_as_one_graph(rank, name, backend, plac
     plain = rank.make(Network)
     wanted = train(rank, WAYS[name](copy.deepcopy(plain)))
     graphs = {}
-    for place in (place for place in PLACES if place.__name__ in places):
+    for place in places:
         torch._dynamo.reset()
         counters.clear()
-        model = place(WAYS[name], copy.deepcopy(plain), backend=backend, fullgraph=True)
-        assert_same(train(rank, model), wanted, f"{name}, {backend}, {place.__name__}")
+        model = PLACES[place](WAYS[name], copy.deepcopy(plain), backend=backend, fullgraph=True)
+        assert_same(train(rank, model), wanted, f"{name}, {backend}, {place}")
         lockstep.check_in_sync(model)
-        graphs[place.__name__] = counters["stats"]["unique_graphs"]
+        graphs[place] = counters["stats"]["unique_graphs"]
         assert not counters["graph_break"]
     # Rank 0 has used the extra block. Two blocks are compiled each on its own.
     assert graphs == {place: 2 if place == "blocks" or rank.rank == 0 else 1 for place in places}
@@ -154,9 +145,9 @@ def test_compiled_before_after_and_inside_as_one_graph(rank, name, backend, plac
 def test_the_reference_compiled_in_the_same_places_has_the_same_gradients(rank):
     """Where it can be: it breaks the graph after wrapping."""
     plain = rank.make(Network)
-    for place in (before, method_before, after):
+    for place in OTHERS:
         torch._dynamo.reset()
-        models = [place(WAYS[name], copy.deepcopy(plain), backend="eager") for name in ("torch", "wrapper")]
+        models = [PLACES[place](WAYS[name], copy.deepcopy(plain), backend="eager") for name in ("torch", "wrapper")]
         for step in range(3):
             for model in models:
                 model.zero_grad()
