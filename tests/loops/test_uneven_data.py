@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
+from processes import run_processes
 from programs.networks import Applying, Signed
 from programs.ranks import on_ranks, replicated, scalars, scalars_of
-from small_modules import error_of, fails_in_backward, one_weight, x_of
+from small_modules import chain, error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
-from training_loops import WHERE, BadBatchError, Plan, compare, random_plan
+from training_loops import WHERE, BadBatchError, Plan, alone, compare, random_plan, train
 
 knowing = pytest.mark.parametrize("known", [True, False], ids=["lengths", "streams"])
 
@@ -64,6 +65,18 @@ def test_unequal_numbers_of_batches_train_as_one_process_would(name):
 def test_on_accelerators(name):
     plan = PLANS[name]
     compare(Plan(**{**vars(plan), "device": "sim", "hosts": ""}))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize(
+    "name", ["streams on shm, wrapped", "left out with weights", "left out of two modules by hand"]
+)
+def test_processes_train_as_one_would(name, backend):
+    plan = PLANS[name]
+    wanted = alone(plan)
+    for found in run_processes(len(plan.lengths), train, plan, None, backend=backend):
+        assert found["steps"] == wanted["steps"]
+        torch.testing.assert_close(found["values"], wanted["values"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -257,7 +270,7 @@ def test_statistics_of_each_rank_count_its_own_batches(rank):
 @on_ranks(2)
 def test_a_backward_after_the_round_of_a_batch_that_counts_nothing(rank, unfrozen):
     """A backward of a loop comes after the one that synchronises, and is not to count."""
-    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    model = replicated(rank, chain)
     optimizer = torch.optim.SGD(model.parameters(), 0.25)
     model[1].requires_grad_(not unfrozen)
     for turn, x in enumerate(lockstep.batches([x_of(rank)] * (3 - 2 * rank.rank), model)):
@@ -392,7 +405,7 @@ def test_the_loop_may_end_early(rank):
 @on_ranks(2)
 def test_a_new_layer_where_a_rank_has_run_out_is_an_error_on_all(rank, change, layers):
     """Both ranks put it in when rank 1 has run out; then both have a batch again."""
-    model, raised = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group), []
+    model, raised = replicated(rank, chain), []
     for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
         if turn == 1 and change == "replaced":
             model[0] = one_weight()
@@ -418,7 +431,7 @@ def test_a_new_layer_where_a_rank_has_run_out_is_an_error_on_all(rank, change, l
 @on_ranks(2)
 def test_a_rank_that_has_run_out_contributes_what_it_had_of_new_layers(rank, layers, weight, after, expected):
     """The ranks have not agreed on them yet when rank 1 runs out."""
-    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    model = replicated(rank, chain)
     for turn, x in enumerate(lockstep.batches([x_of(rank)] * (3 - 2 * rank.rank), model)):
         for layer in layers if turn == 0 and not after else ():
             model[layer] = one_weight()
@@ -433,7 +446,7 @@ def test_a_rank_that_has_run_out_contributes_what_it_had_of_new_layers(rank, lay
 @on_ranks(2)
 def test_what_a_rank_that_has_run_out_has_of_an_unfrozen_layer_does_not_count(rank, has_gradient):
     before = 4 if has_gradient else 0
-    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    model = replicated(rank, chain)
     new = next(model[1].parameters()).requires_grad_(False)
     if has_gradient:
         new.grad = torch.full_like(new, 4.0)
