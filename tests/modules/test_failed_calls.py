@@ -79,9 +79,18 @@ def numbers_of(modules):
     return modules.exclusive, modules.next_id, modules.order
 
 
-def assert_same(before, after, places):
+def assert_same(before, after, places=()):
     different = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
     assert not different, places[-1:]
+
+
+@contextlib.contextmanager
+def unchanged(rank, *modules):
+    """After the block all is as it was before."""
+    before = [state(module, rank) for module in modules]
+    yield
+    for module, earlier in zip(modules, before, strict=True):
+        assert_same(earlier, state(module, rank))
 
 
 class Injected(Exception):
@@ -158,11 +167,7 @@ def check_means(module, rank):
     assert module.first.weight.grad.tolist() == [[1.5, 1.5]] * 2
 
 
-WAYS = {
-    "beside another": (by_replicate, HookedNet),
-    "wrapper": (by_wrapper, HookedNet),
-    "shares": (by_shares, Net),
-}
+WAYS = {"beside another": (by_replicate, HookedNet), "wrapper": (by_wrapper, HookedNet), "shares": (by_shares, Net)}
 
 
 @pytest.mark.parametrize(
@@ -175,14 +180,7 @@ WAYS = {
         pytest.param([0, 1], "", 1, id="all ranks, gloo", marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize(
-    "way",
-    [
-        "wrapper",
-        "shares",
-        pytest.param("beside another", marks=pytest.mark.around),
-    ],
-)
+@pytest.mark.parametrize("way", ["wrapper", "shares", pytest.param("beside another", marks=pytest.mark.around)])
 def test_an_exception_at_any_place(way, failing, hosts, stride):
     make, net = WAYS[way]
 
@@ -220,10 +218,8 @@ def test_an_exception_at_any_place(way, failing, hosts, stride):
 def test_ranks_that_differ_can_try_again(rank, make):
     module = Net()
     module.extra = nn.Linear(1, 1 + rank.rank)
-    before = state(module, rank)
-    with pytest.raises(AgreementError, match="ranks differ in parameter extra"):
+    with unchanged(rank, module), pytest.raises(AgreementError, match="ranks differ in parameter extra"):
         make(module, rank)
-    assert_same(before, state(module, rank), [])
     del module.extra
     model = make(module, rank)
     if make is not by_shares:
@@ -234,11 +230,9 @@ def test_ranks_that_differ_can_try_again(rank, make):
 @on_ranks(2)
 def test_a_wrong_option_and_a_wrong_hook(rank):
     module = Net()
-    before = state(module, rank)
     for options in ({"bucket_cap": 3}, {"bucket_cap_mb": -1}, {"ignored_modules": 3}):
-        with pytest.raises((LockstepError, TypeError)):
+        with unchanged(rank, module), pytest.raises((LockstepError, TypeError)):
             by_replicate(module, rank, **options)
-        assert_same(before, state(module, rank), [])
     by_replicate(module, rank)
     with pytest.raises(HookError):
         module.register_comm_hook(None, 3)
@@ -251,10 +245,8 @@ def test_another_rank_never_comes(rank):
     if rank.rank == 1:
         return
     module = Net()
-    before = state(module, rank)
-    with pytest.raises(CommunicationError):
+    with unchanged(rank, module), pytest.raises(CommunicationError):
         by_replicate(module, rank)
-    assert_same(before, state(module, rank), [])
     module(torch.ones(2, 2)).sum().backward()
 
 
@@ -272,13 +264,9 @@ def test_a_failure_inside_of_a_collective(hosts, monkeypatch):
 
     def call(rank):
         module = Net()
-        before = state(module, rank)
-        with pytest.raises(Injected if rank.rank == 1 else CommunicationError):
-            by_replicate(module, rank)
-        assert_same(before, state(module, rank), [])
-        with pytest.raises(CommunicationError):
-            by_replicate(module, rank)
-        assert_same(before, state(module, rank), [])
+        for error in (Injected if rank.rank == 1 else CommunicationError, CommunicationError):
+            with unchanged(rank, module), pytest.raises(error):
+                by_replicate(module, rank)
 
     run_ranks(2, call, hosts=hosts, group_timeout=0.5)
 
@@ -287,15 +275,12 @@ def test_a_failure_inside_of_a_collective(hosts, monkeypatch):
 def test_a_failure_of_a_second_module_leaves_the_first_alone(rank):
     first = by_replicate(Net(), rank)
     second = HookedNet()
-    before = state(first, rank), state(second, rank)
-    with contextlib.ExitStack() as stack:
+    with unchanged(rank, first, second), contextlib.ExitStack() as stack:
         if rank.rank == 1:
             second.register_forward_hook = raises
             stack.callback(vars(second).pop, "register_forward_hook")
         with pytest.raises((Injected, AgreementError)):
             by_replicate(second, rank)
-    assert_same(before[0], state(first, rank), [])
-    assert_same(before[1], state(second, rank), [])
     with pytest.raises((Injected, AgreementError)):  # takes the parameters over
         outer = nn.ModuleList([first])
         by_wrapper(outer if rank.rank == 0 else nn.ModuleList([first, nn.Linear(1, 1)]), rank)
@@ -322,12 +307,11 @@ def test_a_module_is_not_taken_over_by_a_call_that_fails(outer, monkeypatch):
 
     def call(rank):
         module = by_replicate(Net(), rank)
-        before = state(module, rank)
-        calling.append(rank)
-        with pytest.raises((Injected, AgreementError)):
-            by_wrapper(outer(module), rank)
-        calling.remove(rank)
-        assert_same(before, state(module, rank), [])
+        with unchanged(rank, module):
+            calling.append(rank)
+            with pytest.raises((Injected, AgreementError)):
+                by_wrapper(outer(module), rank)
+            calling.remove(rank)
         check_means(module, rank)
 
     run_ranks(2, call)
