@@ -173,9 +173,7 @@ def in_pairs(rank):
 
 
 @pytest.mark.parametrize(
-    "use",
-    [plainly, wrapped, with_hooks, without_use, with_a_graph_alive, after_a_failure, in_pairs],
-    ids=lambda each: each.__name__,
+    "use", [plainly, wrapped, with_hooks, without_use, with_a_graph_alive, after_a_failure, in_pairs]
 )
 def test_nothing_is_left_of_a_module(use):
     """A module is used and dropped, and all that must be gone is while the group lives on."""
