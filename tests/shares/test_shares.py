@@ -601,46 +601,30 @@ def test_a_second_backward_after_buckets_have_left_counts(hosts, leaves_out):
     assert run_ranks(2, work, hosts=hosts) == run_ranks(1, work) * 2
 
 
-@pytest.mark.parametrize("modules", [1, 2])
 @on_gloo_and_shm
-@on_ranks(2, "hosts")
-def test_a_rank_that_leaves_a_step_is_told_to_the_others_and_all_can_go_on(rank, modules):
-    model, data = linear(rank)
-    others = [linear(rank)[0] for _ in range(modules - 1)]
-    found, told = [], ["rank 1 has left the loop over the shares", "a bad share"][rank.rank]
-    for batch in itertools.islice(forever(data), 4):
-        model.zero_grad()
-        try:
-            for number, (x,) in enumerate(batch):
-                sum(each(x).sum() for each in (model, *others)).backward()
-                if batch.epoch == 1 and batch.number == 0 and rank.rank == 1 and number == 1:
-                    raise ZeroDivisionError("a bad share")
-        except (ZeroDivisionError, PeerError) as error:
-            found.append(str(error)[: len(told)])
-        else:
-            found.append(model.weight.grad.item())
-    assert found == [3.5, 11.5, told, 11.5]
-
-
-@on_gloo_and_shm
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("modules", "spoils"), [(1, None), (2, None), (2, 0), (2, 1)])
 @on_ranks(2, "hosts", group_timeout=10.0)
-def test_a_rank_that_cannot_put_a_step_together_is_told_to_the_others_and_all_can_go_on(rank, failing):
-    """With several modules, ranks have told each other already which of them take part."""
+def test_a_rank_that_leaves_a_step_is_told_to_the_others_and_all_can_go_on(rank, modules, spoils):
+    """Rank 1 raises in its second share, or spoils a module, so that it cannot put the step together. With several
+    modules, ranks have told each other already which of them take part."""
     model, data = linear(rank)
-    both = [model, linear(rank)[0]]
-    told = ["rank 1 has left the loop over the shares", "parameter extra was put into the module"][rank.rank]
+    all_of_them = [model, *(linear(rank)[0] for _ in range(modules - 1))]
+    own = "a bad share" if spoils is None else "parameter extra was put into the module"
+    told = own if rank.rank else "rank 1 has left the loop over the shares"
     found = []
     for batch in itertools.islice(forever(data), 4):
         model.zero_grad()
         try:
             for number, (x,) in enumerate(batch):
-                sum(each(x).sum() for each in both).backward()
-                if batch.epoch == 1 and batch.number == 0 and rank.rank == 1 and number == 1:
-                    both[failing].extra = nn.Parameter(torch.zeros(1))
-        except (NotReplicableError, PeerError) as error:
+                sum(each(x).sum() for each in all_of_them).backward()
+                if (batch.epoch, batch.number, rank.rank, number) == (1, 0, 1, 1):
+                    if spoils is None:
+                        raise ZeroDivisionError(own)
+                    all_of_them[spoils].extra = nn.Parameter(torch.zeros(1))
+        except (ZeroDivisionError, NotReplicableError, PeerError) as error:
             found.append(str(error)[: len(told)])
-            both[failing].extra = None
+            if spoils is not None:
+                all_of_them[spoils].extra = None
         else:
             found.append(model.weight.grad.item())
     assert found == [3.5, 11.5, told, 11.5]
@@ -796,14 +780,14 @@ def test_what_shares_decide_is_refused(rank, use):
 
 @on_ranks(3)
 def test_options_that_make_no_sense(rank):
-    with pytest.raises(OptionError, match="2 shares are too few for 3 ranks"):
-        linear(rank, shares=2)
-    with pytest.raises(OptionError, match="whole number from 1"):
-        lockstep.replicate(nn.Linear(1, 1), shares=0, process_group=rank.group)
-    with pytest.raises(OptionError, match="loss must be one of"):
-        lockstep.replicate(nn.Linear(1, 1), shares=8, loss="max", process_group=rank.group)
-    with pytest.raises(OptionError, match="buffer_policy='mean' beside shares"):
-        lockstep.replicate(nn.Linear(1, 1), shares=8, buffer_policy="mean", process_group=rank.group)
+    for words, options in {
+        "2 shares are too few for 3 ranks": {"shares": 2},
+        "whole number from 1": {"shares": 0},
+        "loss must be one of": {"shares": 8, "loss": "max"},
+        "buffer_policy='mean' beside shares": {"shares": 8, "buffer_policy": "mean"},
+    }.items():
+        with pytest.raises(OptionError, match=words):
+            replicated(rank, **options)
 
 
 @on_ranks(1)
@@ -1084,14 +1068,14 @@ class Stream(IterableDataset):
 
 
 def test_data_sets_that_cannot_be_cut_into_shares_are_refused():
-    with pytest.raises(OptionError, match="map-style"):
-        lockstep.shares.GlobalBatches(Stream(), 4, 2)
-    with pytest.raises(OptionError, match="one for each of the 8 shares"):
-        lockstep.shares.GlobalBatches(ROWS, 4, 8)
-    with pytest.raises(OptionError, match="do not fill one batch"):
-        lockstep.shares.GlobalBatches(ROWS, 32, 8)
-    with pytest.raises(OptionError, match="sampler, which it decides"):
-        lockstep.shares.GlobalBatches(ROWS, 8, 8, sampler=range(16))
+    for words, given, options in [
+        ("map-style", (Stream(), 4, 2), {}),
+        ("one for each of the 8 shares", (ROWS, 4, 8), {}),
+        ("do not fill one batch", (ROWS, 32, 8), {}),
+        ("sampler, which it decides", (ROWS, 8, 8), {"sampler": range(16)}),
+    ]:
+        with pytest.raises(OptionError, match=words):
+            lockstep.shares.GlobalBatches(*given, **options)
     with pytest.raises(OptionError, match="batch_size=8, these have batch_size=4"):
         state = lockstep.shares.GlobalBatches(ROWS, 8, 2).state_dict()
         lockstep.shares.GlobalBatches(ROWS, 4, 2).load_state_dict(state)
@@ -1110,7 +1094,7 @@ def flip(gradient, element, bit):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_audits_of_what_is_computed_rightly_change_nothing(world):
     def work(rank, every):
-        data = lockstep.shares.GlobalBatches(data_of("digits"), 32, 8, last="smaller", process_group=rank.group)
+        data = batches_of(rank, data_of("digits"), 32, 8, shuffle=True, last="smaller")
         model = replicated(rank, digits, shares=8)
         lockstep.shares.audit(model, every=every)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
