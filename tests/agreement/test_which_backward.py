@@ -185,6 +185,14 @@ def evaluate(net, rank):
         net.call.train()
 
 
+def evaluate_frozen(net, rank):
+    """A forward whose output has no graph."""
+    if rank.rank == 0:
+        net.call.requires_grad_(False)
+        net.call(torch.ones(1, 1))
+        net.call.requires_grad_(True)
+
+
 def autograd_grad(net, rank):
     if rank.rank == 0:
         x = torch.ones(1, 1, requires_grad=True)
@@ -254,12 +262,12 @@ def recomputed(net, rank):
         assert net.step(rank, call) is None
 
 
-BETWEEN_STEPS = [evaluate_without_gradients, evaluate, autograd_grad, without_sync, forward_without_sync]
+FORWARDS = [evaluate_without_gradients, evaluate, evaluate_frozen, autograd_grad, without_sync, forward_without_sync]
 STEPS = [sequences, terms_left_out, otherwise_on_all_ranks, both_on_one_rank, recomputed]
 
 
 @both_faces
-@pytest.mark.parametrize("use", BETWEEN_STEPS + STEPS)
+@pytest.mark.parametrize("use", FORWARDS + STEPS)
 @on_ranks(2)
 def test_what_may_differ_by_rank(rank, wrapped, use):
     """`use(net, rank)` between steps, or for one, on which ranks differ; gradients stay those of all ranks."""
