@@ -343,7 +343,8 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all(rank, second_order):
     rows = gather_rows(features, model).rows
     if second_order:
         (rows,) = torch.autograd.grad(rows.pow(3).sum(), features, create_graph=True)
-    with pytest.raises(ArithmeticError if rank.rank else PeerError):
+    told = "a bad batch" if rank.rank else "backward failed on rank 1 before it came to the rows of all ranks"
+    with pytest.raises(ArithmeticError if rank.rank else PeerError, match=told):
         fails_in_backward(rows, rank.rank == 1).square().sum().backward()
     assert model.layers[0].weight.grad is None
     model.zero_grad()

@@ -365,6 +365,16 @@ def test_a_loader_that_gives_another_number_than_it_says():
 
 
 @on_ranks(2)
+def test_a_rank_that_has_run_out_and_goes_on_without_backward(rank):
+    model = replicated(rank)
+    told = pytest.raises(PeerError) if rank.rank else pytest.raises(OptionError, match="without a synchronisation")
+    with told:
+        for turn, x in enumerate(lockstep.batches(iter([x_of(rank)] * (1 + 2 * rank.rank)), model)):
+            if rank.rank or turn == 0:
+                model(x).sum().backward()
+
+
+@on_ranks(2)
 def test_evaluation_neither_pads_nor_drops(rank):
     turns = lockstep.batches([1.0] * (1 + rank.rank), replicated(rank))
     with torch.no_grad():
