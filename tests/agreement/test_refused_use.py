@@ -256,6 +256,27 @@ def test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another(rank)
     assert [p.grad for p in model[1].parameters()] == [None, None]
 
 
+@on_ranks(2)
+def test_a_frozen_layer_that_is_retyped_while_another_rank_trains_it(rank):
+    """It had no place among the gradients yet, and gets one in this pass."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(False)
+    lockstep.replicate(model, process_group=rank.group)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
+    if rank.rank == 0:
+        model[1].requires_grad_(True)
+    output = model(torch.ones(1, 2))
+    if rank.rank == 1:
+        output.register_hook(lambda _: model[1].double() and None)
+    retyped = LayoutError, r"parameter 1\.weight was torch.float32, .* when backward began, and is torch.float64"
+    error, words = retyped if rank.rank == 1 else (PeerError, "rank 1 could not put together")
+    with pytest.raises(error, match=words):
+        output.sum().backward()
+    assert [p.grad for p in model.parameters()] == [None] * 4
+
+
 @pytest.mark.parametrize("change", [reshaped, reshaped_without_bias, retyped])
 @pytest.mark.parametrize(
     ("size", "clears"),

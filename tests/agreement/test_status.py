@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from agreement.sums import sums_of
 from lockstep.distributed.comm.record import counts_exactly
 from lockstep.distributed.reduction.report.status import (
     MOST_STEPS,
@@ -21,7 +22,6 @@ from lockstep.distributed.reduction.report.status import (
     RoundReport,
     Status,
     Sums,
-    sums_of,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from agreement.sums import sums_of
 from lockstep.distributed.reduction.report.status import (
     MOST_STEPS,
     UNKNOWN_STEPS,
@@ -13,7 +14,6 @@ from lockstep.distributed.reduction.report.status import (
     Part,
     RoundReport,
     Status,
-    sums_of,
 )
 from lockstep.distributed.reduction.report.verdict import LoopVerdict, Refusal, Verdict, judge, judge_loops
 from lockstep.errors import OptionError, PeerError

@@ -115,7 +115,7 @@ def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, d
     try:
         for member in members:
             # Check parameters without a gradient as well, since they get one:
-            # test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another.
+            # test_a_frozen_layer_that_is_retyped_while_another_rank_trains_it.
             member.check_parameter()
         for flat, parts in _dense(members, grads):
             flats.append(flat.div_(divisor))

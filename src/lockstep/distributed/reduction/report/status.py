@@ -13,7 +13,6 @@ dtype can hold the row if it counts the ranks exactly (``comm/record.py``). To t
 ``verdict.py`` has the rules about statuses; ``pass_log.py`` counts what a status says of forwards and passes.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import memmove, string_at
@@ -206,11 +205,6 @@ def decode(places: Sequence[float]) -> Sums:
     drift = {"numbers", "values"}
     sums = Sums(**totals, differ=not differing <= drift, drift=not drift.isdisjoint(differing))
     return sums._replace(weight=sums.weight / _WEIGHT_UNIT if sums.weighted else 0.0)
-
-
-def sums_of(statuses: Sequence[Status]) -> Sums:
-    """Return what statuses add up to, as the row would."""
-    return decode([sum(column) for column in zip(*map(ROW.encode, statuses, itertools.count()), strict=False)])
 
 
 class RoundReport(NamedTuple):
