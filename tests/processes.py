@@ -81,6 +81,7 @@ def run_processes(
     errors: bool = False,
     backend: str = "gloo",
     device: str = "",
+    launched: bool = False,
 ) -> list[Any]:
     """Calls `function(Rank(...), *args)` in `world` processes and returns what they return, by rank.
 
@@ -88,9 +89,12 @@ def run_processes(
     none loses its connection. If ranks fail, the error raised here is that of a process that ended without a word,
     else the one that was raised first. With `errors=True` nothing is raised, and there is an `Outcome` for each rank.
     After `timeout` seconds all are ended, and it is a TimeoutError that shows where each rank was. With
-    `device="sim"` each has a simulated accelerator of its own, on which tensors are made by default.
+    `device="sim"` each has a simulated accelerator of its own, on which tensors are made by default. Ranks that are
+    `launched` begin as processes of `torchrun` do: in its environment, which names a store here, and without a group.
     """
-    job = pickle.dumps(args), _source(function), world, timeout, group_timeout, backend, device
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launched else None
+    port = 0 if store is None else store.port
+    job = pickle.dumps(args), _source(function), world, timeout, group_timeout, backend, device, port
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         deadline = time.monotonic() + timeout
         codes, messages = _run(world, job, folder, deadline + GRACE)
@@ -210,6 +214,7 @@ def _main(
     group_timeout: float,
     backend: str,
     device: str,
+    port: int,
     rank: int,
     folder: str,
     pipe: connection.Connection,
@@ -232,15 +237,14 @@ def _main(
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
         place = _place(device, rank)
         importlib.import_module("lockstep")  # a backend of its own
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(str(Path(folder, "store")), world),
-            rank=rank,
-            world_size=world,
-            timeout=CONNECT,
-        )
-        dist.group.WORLD.set_timeout(timedelta(seconds=group_timeout))
-        me = Rank(rank, world, dist.group.WORLD, place)
+        me = Rank(rank, world, None, place)
+        if port:
+            be_launched(me, port)
+        else:
+            store = dist.FileStore(str(Path(folder, "store")), world)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=CONNECT)
+            dist.group.WORLD.set_timeout(timedelta(seconds=group_timeout))
+            me = dataclasses.replace(me, group=dist.group.WORLD)
         result = _find(source)(me, *pickle.loads(args))
         message = pickle.dumps((0.0, result, None, ""))
     except SystemExit:
