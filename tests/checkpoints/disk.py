@@ -13,6 +13,19 @@ from typing import NamedTuple
 from lockstep.checkpoints.files import FileSystem, OpenFile
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def raising(error: BaseException):
+    """A call that fails."""
+
+    def call(*_):
+        raise error
+
+    return call
+
+
 class Call(NamedTuple):
     """One change, or a note between two."""
 
@@ -48,8 +61,20 @@ def sync_in_order(files: FileSystem, what) -> None:
             files.sync_folder(each)
 
 
+def _noted(name: str):
+    """A method that does what it is asked for, and notes it then."""
+
+    def call(self, path, *new):
+        getattr(FileSystem, name)(self, path, *new)
+        self.note(name, path, *new)
+
+    return call
+
+
 class RecordingFileSystem(FileSystem):
     """Does what it is asked for and keeps a list of it; several ranks share one."""
+
+    make_folder, rename, remove, remove_folder = map(_noted, ["make_folder", "rename", "remove", "remove_folder"])
 
     def __init__(self):
         self.calls: list[Call] = []
@@ -63,10 +88,6 @@ class RecordingFileSystem(FileSystem):
         self.note("create", path)
         return _RecordedFile(path, self.note)
 
-    def make_folder(self, path):
-        super().make_folder(path)
-        self.note("make_folder", path)
-
     def sync(self, *what):
         """One after the other, so that a crash may come between any two."""
         for each in what:
@@ -77,21 +98,22 @@ class RecordingFileSystem(FileSystem):
     def sync_folder(self, path):
         self.note("sync_folder", path)
 
-    def rename(self, path, new):
-        super().rename(path, new)
-        self.note("rename", path, new)
 
-    def remove(self, path):
-        super().remove(path)
-        self.note("remove", path)
+def _failing(name: str):
+    """A method that may be the one at which the disk is full."""
 
-    def remove_folder(self, path):
-        super().remove_folder(path)
-        self.note("remove_folder", path)
+    def call(self, path, *new):
+        self._next(name)
+        getattr(FileSystem, name)(self, path, *new)
+
+    return call
 
 
 class FailingFileSystem(FileSystem):
     """The disk is full at one of its calls."""
+
+    make_folder, sync_folder, rename = map(_failing, ["make_folder", "sync_folder", "rename"])
+    remove, remove_folder = map(_failing, ["remove", "remove_folder"])
 
     def __init__(self, at: int):
         self.at, self.count, self.failed = at, 0, ""
@@ -103,9 +125,9 @@ class FailingFileSystem(FileSystem):
             raise OSError(errno.ENOSPC, "No space left on device", what)
 
     def create(self, path):
-        self._next(f"create {path.name}")
+        self._next("create")
         file = super().create(path)
-        append, sync, writes = file.append, file.sync, iter([f"write {path.name}"])
+        append, sync, writes = file.append, file.sync, iter(["write"])
 
         def failing_append(data):
             for what in writes:  # the first one stands for the many that torch.save makes
@@ -113,7 +135,7 @@ class FailingFileSystem(FileSystem):
             append(data)
 
         def failing_sync():
-            self._next(f"sync {path.name}")
+            self._next("sync")
             sync()
 
         file.append, file.sync = failing_append, failing_sync
@@ -121,26 +143,6 @@ class FailingFileSystem(FileSystem):
 
     def sync(self, *what):
         sync_in_order(self, what)
-
-    def make_folder(self, path):
-        self._next("make_folder")
-        super().make_folder(path)
-
-    def sync_folder(self, path):
-        self._next("sync_folder")
-        super().sync_folder(path)
-
-    def rename(self, path, new):
-        self._next("rename")
-        super().rename(path, new)
-
-    def remove(self, path):
-        self._next(f"remove {path.name}")
-        super().remove(path)
-
-    def remove_folder(self, path):
-        self._next("remove_folder")
-        super().remove_folder(path)
 
 
 # --------------------------------------------------------------------------------------- the disk
