@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 import weakref
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from torch import nn
 
 import lockstep
 from lockstep._base.store import BoundedStore
-from lockstep.checkpoints import saving
+from lockstep.checkpoints import per_rank, saving
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.layout import list_saved
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
@@ -29,6 +28,7 @@ from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
 from lockstep.errors import CheckpointError, CommunicationError, PeerFailure
 from lockstep.session import run_state
 from processes import be_launched, run_processes
+from programs.ranks import on_ranks
 from tensor_classes import Packed
 from threaded import run_ranks
 
@@ -104,8 +104,8 @@ def test_it_is_older_than_a_snapshot_that_was_taken_meanwhile(held, tmp_path):
 
 @pytest.mark.parametrize("when", ["save", "end"])
 def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(when, tmp_path):
-    session = lockstep.session()
-    with pytest.raises(CheckpointError, match=r"save\(\) failed: OSError: .*No space left on device"), session as run:
+    failed = pytest.raises(CheckpointError, match=r"save\(\) failed: OSError: .*No space left on device")
+    with failed, lockstep.session() as run:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(run_state, "FileSystem", FullDisk)
             run.save(tmp_path / "run", wait=False, x=1)
@@ -119,10 +119,8 @@ def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(when, tmp_path)
 
 
 def test_what_cannot_be_saved_is_an_error_at_once(tmp_path):
-    with (
-        lockstep.session() as run,
-        pytest.raises(CheckpointError, match=r"x is a threading.Event, which cannot be pickled"),
-    ):
+    refused = pytest.raises(CheckpointError, match=r"x is a threading.Event, which cannot be pickled")
+    with lockstep.session() as run, refused:
         run.save(tmp_path, wait=False, x=threading.Event())
 
 
@@ -165,43 +163,33 @@ def by_store(rank, store, timeout=20.0, check=lambda: None):
     return RanksByStore(Ranks(rank.group), BoundedStore(store), check, timeout)
 
 
-def save_behind(rank, store, folder):
-    made = saving.Saving(folder, FileSystem(), Ranks(rank.group))
-    made.begin({"x": 1, "own": lockstep.checkpoints.per_rank(rank.rank)}, 3, 7, copies=HostCopies())
-    errors = []
-
-    def write():
-        try:
-            made.write(by_store(rank, store))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    sums = [rank.gather(torch.ones(1)) for _ in range(20)]  # the group is free for the training
-    thread.join()
-    rank.gather(torch.zeros(1))
-    found = lockstep.resume(folder, group=rank.group)
-    return len(sums), errors, found.step, found.values
-
-
-def test_ranks_write_behind_the_training_without_the_group(tmp_path):
-    results = run_ranks(3, save_behind, dist.HashStore(), tmp_path / "run")
-    assert results == [(20, [], 7, {"x": 1, "own": rank}) for rank in range(3)]
-
-
-def fail_behind(rank, store, folder):
-    files = FullDisk() if rank.rank == 1 else FileSystem()
+def begun(rank, folder, files, **more):
+    """A save that has taken its state."""
     made = saving.Saving(folder, files, Ranks(rank.group))
-    made.begin({"x": 1}, 3, 7, copies=HostCopies())
+    made.begin({"x": 1, **more}, 3, 7, copies=HostCopies())
+    return made
+
+
+@on_ranks(3)
+def test_ranks_write_behind_the_training_without_the_group(rank, store, tmp_path):
+    made = begun(rank, tmp_path / "run", FileSystem(), own=per_rank(rank.rank))
+    with ThreadPoolExecutor() as pool:
+        written = pool.submit(made.write, by_store(rank, store))
+        for _ in range(20):
+            rank.gather(torch.ones(1))  # the group is free for the training
+        written.result()
+    rank.gather(torch.zeros(1))
+    found = lockstep.resume(tmp_path / "run", group=rank.group)
+    assert (found.step, found.values) == (7, {"x": 1, "own": rank.rank})
+
+
+@on_ranks(2)
+def test_a_failure_on_one_rank_is_one_on_all(rank, store, tmp_path):
+    made = begun(rank, tmp_path / "run", FullDisk() if rank.rank == 1 else FileSystem())
     with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 \(host .*\): OSError: .*No space left"):
         made.write(by_store(rank, store))
     rank.gather(torch.zeros(1))
-    return [each.name for each in folder.iterdir()]
-
-
-def test_a_failure_on_one_rank_is_one_on_all(tmp_path):
-    assert run_ranks(2, fail_behind, dist.HashStore(), tmp_path / "run") == [[]] * 2
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 class CountedStore:
@@ -221,81 +209,59 @@ class CountedStore:
 def tell_all(rank, store):
     counted = CountedStore(store)
     ranks = by_store(rank, counted)
-    told = [ranks.tell(value, "save()") for value in (rank.rank // 2, None, {"of": rank.rank})]
-    return told, counted.read
+    assert ranks.tell(rank.rank // 2, "save()") == [0, 0, 1, 1]
+    assert ranks.tell(None, "save()") == [None] * 4
+    assert ranks.tell({"of": rank.rank}, "save()") == [{"of": each} for each in range(4)]
+    assert counted.read == ["0 of all", "1 of all", "2 of all"]  # one value in each
 
 
-def test_each_rank_reads_one_value_in_an_exchange():
-    store = dist.HashStore()
-    for told, reads in run_ranks(4, tell_all, store):
-        assert told == [[0, 0, 1, 1], [None] * 4, [{"of": rank} for rank in range(4)]]
-        assert reads == ["0 of all", "1 of all", "2 of all"]
-
-
-def tell_by_halves(rank, store):
-    return by_store(rank, store).tell(rank.rank // 2, "save()")
-
-
-def test_what_neighbours_say_alike_is_written_once():
-    store = dist.HashStore()
-    assert run_ranks(4, tell_by_halves, store) == [[0, 0, 1, 1]] * 4
-    assert store.get("0 of all") == b'[["0", 2], ["1", 2]]'
-
-
-def test_exchanges_that_are_over_leave_the_store():
-    store = dist.HashStore()
+def test_exchanges_that_are_over_leave_the_store(store):
     run_ranks(4, tell_all, store)
     assert store.check(["2 of all"])
     assert store.num_keys() == 1
 
 
-def test_a_rank_that_does_not_answer_behind_the_training():
-    def call(rank):
-        if rank.rank == 0:
-            with pytest.raises(CommunicationError, match=r"save\(\), behind the training: rank 1, 2 has not answered"):
-                by_store(rank, store, timeout=0.2).tell(1, "save()")
-        rank.gather(torch.zeros(1))
-
-    store = dist.HashStore()
-    run_ranks(3, call)
+def test_what_neighbours_say_alike_is_written_once(store):
+    run_ranks(4, lambda rank: by_store(rank, store).tell(rank.rank // 2, "save()"))
+    assert store.get("0 of all") == b'[["0", 2], ["1", 2]]'
 
 
-def test_a_failed_rank_ends_the_wait():
-    def check():
-        raise PeerFailure("rank 1 has ended", rank=1, step=1, phase="", reason="", traceback=None, stacks=None)
-
-    def call(rank):
-        if rank.rank == 0:
-            with pytest.raises(PeerFailure):
-                by_store(rank, store, check=check).tell(1, "save()")
-        rank.gather(torch.zeros(1))
-
-    store = dist.HashStore()
-    run_ranks(2, call)
+def failed():
+    raise PeerFailure("rank 1 has ended", rank=1, step=1, phase="", reason="", traceback=None, stacks=None)
 
 
-def in_sessions(rank, port, folder):
+SILENT = r"save\(\), behind the training: rank 1, 2 has not answered"
+ENDS = {
+    "a time-out": ({"timeout": 0.2}, CommunicationError, SILENT),
+    "a failed rank": ({"check": failed}, PeerFailure, "rank 1 has ended"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "words"), ENDS.values(), ids=ENDS)
+@on_ranks(3)
+def test_ranks_that_do_not_answer_behind_the_training(rank, store, options, error, words):
+    if rank.rank == 0:
+        with pytest.raises(error, match=words):
+            by_store(rank, store, **options).tell(1, "save()")
+    rank.gather(torch.zeros(1))
+
+
+def in_sessions(rank, folder):
     """Saves in flight while the ranks train, of two sessions of the same processes."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     for last in (False, True):
         with lockstep.session() as run:
             model = lockstep.replicate(nn.Linear(20, 20))
             run.resume(folder, model=model)
             for number in run.batches(range(6)):
                 model(torch.full((1, 20), float(number))).sum().backward()
-                run.save(folder, wait=False, model=model, own=lockstep.checkpoints.per_rank(number))
+                run.save(folder, wait=False, model=model, own=per_rank(number))
             if last:
                 return run.resume(folder).values, [each.number for each in list_saved(folder)]
     return None
 
 
 def test_sessions_save_behind_their_training(tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        results = run_processes(2, in_sessions, store.port, tmp_path / "run")
-    assert results == [({"own": 5}, [11, 12, 13])] * 2
+    assert run_processes(2, in_sessions, tmp_path / "run", launched=True) == [({"own": 5}, [11, 12, 13])] * 2
 
 
 def save_without_a_store(rank, port, pid, number, folder):
