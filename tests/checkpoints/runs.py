@@ -130,3 +130,11 @@ class Run:
             [self.scheduler.state_dict(), self.scaler.state_dict(), self.sampler.state_dict(), self.losses]
         )
         return found
+
+    def check(self, wanted: dict[str, str]) -> None:
+        """What it ends with is what another run has ended with."""
+        got = self.digests()
+        assert got == wanted, (
+            self.step,
+            [(name, got[name], wanted[name]) for name in wanted if got[name] != wanted[name]],
+        )

@@ -15,14 +15,14 @@ from torch import nn
 import lockstep
 from checkpoints.runs import LAST, STEPS_PER_EPOCH, Kind, Run
 from lockstep.errors import CheckpointError
-from processes import run_processes
+from processes import on_processes, run_processes
 from threaded import run_ranks
 
 KINDS = {
-    "adamw": {},
-    "momentum, accumulation": {"optimizer": "sgd", "accumulate": True},
-    "PowerSGD": {"optimizer": "sgd", "power_sgd": True},
-    "local buffers, a wrapper": {"buffer_policy": "local", "wrapper": True},
+    "adamw": Kind(),
+    "momentum, accumulation": Kind("sgd", accumulate=True),
+    "PowerSGD": Kind("sgd", power_sgd=True),
+    "local buffers, a wrapper": Kind(buffer_policy="local", wrapper=True),
 }
 
 
@@ -45,13 +45,12 @@ def stopped_at(rank, folder, number):
 
 def saved_and_not(rank, kind, folder):
     """Return what an uninterrupted run ends with: one that saves after every step, and one that never does."""
-    plain = Run(rank, Kind(**kind))
+    plain = Run(rank, kind)
     plain.train()
     wanted = plain.digests()
-    saving = Run(rank, Kind(**kind))
+    saving = Run(rank, kind)
     saving.train(save_to=folder)
-    got = saving.digests()
-    assert got == wanted, [(name, got[name], wanted[name]) for name in wanted if got[name] != wanted[name]]
+    saving.check(wanted)
     assert LAST == plain.step == saving.step
     return wanted, plain
 
@@ -61,26 +60,26 @@ def stop_and_go_on(rank, kind, folder):
     # within an epoch, after its last batch, after the first batch of the next
     for number in (1, 3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, LAST - 1):
         lose_all_numbers()
-        run = Run(rank, Kind(**kind))
+        run = Run(rank, kind)
         run.resume(stopped_at(rank, folder, number))
         assert run.step == number
         run.train()
         assert run.seen == plain.seen[number:], number
-        got = run.digests()
-        assert got == wanted, (number, [name for name in wanted if got[name] != wanted[name]])
+        run.check(wanted)
     return wanted
-
-
-EACH_ONCE = list(zip(KINDS, ["gloo", "shm"] * 2, strict=True))
-THE_OTHERS = [(kind, "shm" if backend == "gloo" else "gloo") for kind, backend in EACH_ONCE]
 
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
-        *EACH_ONCE[:2],
-        *(pytest.param(*each, marks=pytest.mark.around) for each in EACH_ONCE[2:]),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in THE_OTHERS),
+        ("adamw", "gloo"),
+        ("momentum, accumulation", "shm"),
+        pytest.param("PowerSGD", "gloo", marks=pytest.mark.around),
+        pytest.param("local buffers, a wrapper", "shm", marks=pytest.mark.around),
+        pytest.param("adamw", "shm", marks=pytest.mark.soak),
+        pytest.param("momentum, accumulation", "gloo", marks=pytest.mark.soak),
+        pytest.param("PowerSGD", "shm", marks=pytest.mark.soak),
+        pytest.param("local buffers, a wrapper", "gloo", marks=pytest.mark.soak),
     ],
 )
 def test_a_resumed_run_has_the_same_bits(kind, backend, tmp_path):
@@ -90,37 +89,24 @@ def test_a_resumed_run_has_the_same_bits(kind, backend, tmp_path):
     assert {*one} - {*same} == {"random numbers", "rest", *own}  # losses are each rank's
 
 
-def first_part(rank, kind, folder):
-    run = Run(rank, Kind(**kind))
-    run.train(save_to=folder, until=5)
-
-
-def second_part(rank, kind, folder):
-    run = Run(rank, Kind(**kind))
-    run.resume(folder)
-    run.train(save_to=folder, until=9)
-
-
-def third_part(rank, kind, folder):
+def part_of_a_run(rank, folder, resumes, until):
     lose_all_numbers()
-    run = Run(rank, Kind(**kind))
-    run.resume(folder)
-    run.train()
+    run = Run(rank, Kind())
+    if resumes:
+        run.resume(folder)
+    run.train(save_to=folder, until=until)
     return run.digests()
+
+
+def whole(rank, folder):
+    return saved_and_not(rank, Kind(), folder)[0]
 
 
 @pytest.mark.around
 def test_two_stops_each_with_new_processes(tmp_path):
-    kind: dict = {}
-    run_processes(2, first_part, kind, tmp_path / "run")
-    run_processes(2, second_part, kind, tmp_path / "run", backend="shm")
-    got = run_processes(2, third_part, kind, tmp_path / "run")
-    wanted = run_processes(2, whole, kind, tmp_path / "other")
-    assert got == wanted
-
-
-def whole(rank, kind, folder):
-    return saved_and_not(rank, kind, folder)[0]
+    for resumes, until, backend in [(False, 5, "gloo"), (True, 9, "shm"), (True, LAST, "gloo")]:
+        got = run_processes(2, part_of_a_run, tmp_path / "run", resumes, until, backend=backend)
+    assert got == run_processes(2, whole, tmp_path / "other")
 
 
 def with_shares(rank, folder, until, loss="mean"):
@@ -146,7 +132,6 @@ def with_shares(rank, folder, until, loss="mean"):
 
 
 def in_a_process(rank, folder, until):
-    """As ``with_shares``; ranks that are threads share one random generator."""
     warnings.filterwarnings("ignore", ".*saved by")
     return with_shares(rank, folder, until)
 
@@ -185,12 +170,10 @@ def uneven(rank, folder, stop, resumes):
     return lockstep.shares.fingerprint(model, optimizer), sampler.state_dict(), torch.rand(1).item()
 
 
-def stopped_when_a_rank_had_run_out(rank, folder):
+@on_processes(2, backend="shm")
+def test_it_may_be_stopped_when_a_rank_has_run_out_of_batches(rank, tmp_path):
+    folder = tmp_path / "run"
     wanted = uneven(rank, folder, 0, resumes=False)
     for stop in (1, 2, 4, 5, 8):  # of five steps an epoch, of which the second rank has two
         uneven(rank, folder, stop, resumes=False)
         assert uneven(rank, folder, 0, resumes=True) == wanted, stop
-
-
-def test_it_may_be_stopped_when_a_rank_has_run_out_of_batches(tmp_path):
-    run_processes(2, stopped_when_a_rank_had_run_out, tmp_path / "run", backend="shm")
