@@ -15,20 +15,16 @@ import pytest
 import torch
 
 import lockstep
-from checkpoints.disk import FailingFileSystem
+from checkpoints.disk import FailingFileSystem, names_in, put, raising
 from lockstep.checkpoints import files
 from lockstep.checkpoints.files import OpenFile
 from lockstep.checkpoints.layout import list_saved
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.saving import Saving
 from lockstep.errors import CheckpointError
-from processes import run_processes
+from processes import on_processes
 from programs.ranks import on_ranks
 from threaded import run_ranks
-
-
-def names_in(folder):
-    return sorted(each.name for each in folder.iterdir())
 
 
 def fail_at_each_call(rank, path, failing):
@@ -48,13 +44,13 @@ def fail_at_each_call(rank, path, failing):
         found = lockstep.resume(path, group=rank.group)
         assert (found.step, found.values["x"].item()) == (last, last)
         failed = "".join(ranks.tell(files.failed, "what failed"))
-        kinds.add(failed.split()[0] if failed else "")
+        kinds.add(failed)
         if error:
             assert f"save() failed on rank {failing} (host " in error
             assert "No space left on device" in error
             assert names_in(path) == before
         elif failed:  # the new checkpoint was there, and an old one could not be removed
-            assert failed.split()[0] in ("remove", "remove_folder", "sync_folder")
+            assert failed in ("remove", "remove_folder", "sync_folder")
             last += 1
             lockstep.save(path, step=last, keep=2, group=rank.group, x=torch.tensor(last))
         else:
@@ -76,35 +72,32 @@ LIMITS = [0, 1, 50, 700, 1500, 5000, 50_000]
 """Bytes at which a file cannot grow: in the first piece that is held back, between two, at the end of the headers."""
 
 
-def fill_the_disk(rank, folder, failing):
+def limited_to(bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@on_processes(2, backend="shm")
+def test_a_file_that_cannot_grow(rank, failing, tmp_path):
     """A real limit, of one rank's process alone, which every write meets, and what was held back meets again at the
     file's end."""
-    own = lockstep.checkpoints.per_rank({"large": torch.zeros(100_000), "small": torch.zeros(10)})
+    folder, own = tmp_path / "run", lockstep.checkpoints.per_rank({"large": torch.zeros(100_000), "x": torch.zeros(10)})
     lockstep.save(folder, step=1, own=own)
-    messages = []
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for limit in LIMITS:
         if rank.rank == failing:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            limited_to(limit)
         with pytest.raises(CheckpointError) as caught:
             lockstep.save(folder, step=2, own=own)
-        if rank.rank == failing:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        messages.append(str(caught.value))
+        limited_to(resource.RLIM_INFINITY)
+        assert f"save() failed on rank {failing} (host" in str(caught.value)
+        assert f"File too large: '{folder}/.unfinished-" in str(caught.value)
         rank.gather(torch.zeros(1))  # both have tidied up
         assert names_in(folder) == ["save-000001-step-00000001"]
         assert lockstep.resume(folder).step == 1
     lockstep.save(folder, step=3, own=own)
-    return messages, names_in(folder)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_file_that_cannot_grow(failing, tmp_path):
-    for messages, names in run_processes(2, fill_the_disk, tmp_path / "run", failing, backend="shm"):
-        for message in messages:
-            assert f"save() failed on rank {failing} (host" in message
-            assert f"File too large: '{tmp_path}/run/.unfinished-" in message
-        assert names == ["save-000001-step-00000001", "save-000002-step-00000003"]
+    rank.gather(torch.zeros(1))
+    assert names_in(folder) == ["save-000001-step-00000001", "save-000002-step-00000003"]
 
 
 def test_a_path_that_is_a_file(tmp_path):
@@ -120,52 +113,41 @@ def test_a_folder_without_permission(tmp_path):
         lockstep.save(tmp_path / "run", x=1)
 
 
-class Huge:
-    """State with a very long reason why it cannot be read."""
-
-    def state_dict(self):
-        raise ValueError("no momentum " + "x" * 5_000_000 + "\udce9")
-
-    def load_state_dict(self, state):
-        pass
-
-
-def raise_huge(rank, folder):
-    with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 .*: ValueError: no momentum x") as caught:
-        lockstep.save(folder, group=rank.group, part=Huge() if rank.rank else lockstep.checkpoints.per_rank({}))
-    return len(str(caught.value).encode())
-
-
-def test_a_reason_of_megabytes_is_cut(tmp_path):
-    assert max(run_ranks(2, raise_huge, tmp_path)) < 20_000
-
-
 class Raising:
-    """State that one rank cannot read."""
+    """State that some ranks can neither read nor take: what they raise."""
 
-    def __init__(self, rank):
-        self.rank = rank
+    def __init__(self, reads=None, takes=None):
+        self.reads, self.takes = reads, takes
 
     def state_dict(self):
-        if self.rank.rank == 1:
-            raise KeyError("momentum")
+        if self.reads:
+            raise self.reads
         return {"x": 1}
 
     def load_state_dict(self, state):
-        if self.rank.rank == 0:
-            raise ValueError("state of another model")
+        if self.takes:
+            raise self.takes
+
+
+@on_ranks(2)
+def test_a_reason_of_megabytes_is_cut(rank, tmp_path):
+    part = Raising(ValueError("no momentum " + "x" * 5_000_000 + "\udce9") if rank.rank else None)
+    with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 .*: ValueError: no momentum x") as caught:
+        lockstep.save(tmp_path, group=rank.group, part=part)
+    assert len(str(caught.value).encode()) < 20_000
 
 
 @on_ranks(2)
 def test_state_that_raises_on_one_rank(rank, tmp_path):
     with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 \(host .*\): KeyError: 'momentum'"):
-        lockstep.save(tmp_path, group=rank.group, part=Raising(rank))
+        lockstep.save(tmp_path, group=rank.group, part=Raising(KeyError("momentum") if rank.rank else None))
     rank.gather(torch.zeros(1))  # the first rank has tidied up
     assert names_in(tmp_path) == []
     rank.gather(torch.zeros(1))
-    lockstep.save(tmp_path, group=rank.group, part=Raising(type(rank)(0, 2, None)))
+    lockstep.save(tmp_path, group=rank.group, part=Raising())
+    part = Raising(takes=None if rank.rank else ValueError("state of another model"))
     with pytest.raises(CheckpointError, match=r"resume\(\) failed on rank 0 .*: ValueError: state of another model"):
-        lockstep.resume(tmp_path, group=rank.group, part=Raising(rank))
+        lockstep.resume(tmp_path, group=rank.group, part=part)
 
 
 @on_ranks(2)
@@ -174,10 +156,9 @@ def test_an_interrupt_while_a_rank_writes(rank, tmp_path):
     lockstep.save(tmp_path, step=1, group=rank.group)
     files = FailingFileSystem(0)
     if rank.rank == 1:
-        files.create = lambda path: (_ for _ in ()).throw(KeyboardInterrupt("stop"))
-    with pytest.raises(
-        KeyboardInterrupt if rank.rank == 1 else CheckpointError, match="." if rank.rank else "Keyboard"
-    ):
+        files.create = raising(KeyboardInterrupt("stop"))
+    error, words = [(CheckpointError, "Keyboard"), (KeyboardInterrupt, "stop")][rank.rank]
+    with pytest.raises(error, match=words):
         Saving(tmp_path, files, Ranks(rank.group)).save({}, 3, 2)
     assert lockstep.resume(tmp_path, group=rank.group).step == 1
     assert names_in(tmp_path) == ["save-000001-step-00000001"]
@@ -186,32 +167,21 @@ def test_an_interrupt_while_a_rank_writes(rank, tmp_path):
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path):
     lockstep.save(tmp_path, keep=1)
     files = FailingFileSystem(0)
-
-    def refuse(path):
-        raise PermissionError(13, "Permission denied")
-
-    files.remove = refuse
+    files.remove = raising(PermissionError(13, "Permission denied"))
     with pytest.warns(UserWarning, match="an old checkpoint could not be removed: .*Permission denied"):
         Saving(tmp_path, files, Ranks(None)).save({}, 1, 7)
     with warnings.catch_warnings():
         assert lockstep.resume(tmp_path).step == 7
 
 
-def links_and_folders(folder, elsewhere):
-    """Put into old checkpoints what cannot be removed with them: a folder, and files on another disk."""
-    saved = [each.folder for each in list_saved(folder)]
-    (saved[0] / "plots").mkdir()
-    (saved[0] / "plots" / "loss.png").write_text("")
-    saved[2].rename(elsewhere)
-    saved[2].symlink_to(elsewhere)
-    return saved[0]
-
-
 def test_an_old_checkpoint_that_cannot_be_removed_keeps_no_other_one(tmp_path):
+    """A folder cannot be removed with an old checkpoint, nor files on another disk."""
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    for step in range(4):
-        lockstep.save(run, keep=4, step=step, x=1)
-    odd = links_and_folders(run, elsewhere)
+    odd, _, linked, _ = [lockstep.save(run, keep=4, step=step, x=1) for step in range(4)]
+    (odd / "plots").mkdir()
+    (odd / "plots" / "loss.png").write_text("")
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
     files_elsewhere = names_in(elsewhere)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -227,19 +197,16 @@ def test_an_old_checkpoint_that_cannot_be_removed_keeps_no_other_one(tmp_path):
 
 def test_a_link_in_the_place_of_an_unfinished_folder(tmp_path):
     """What it leads to is not removed."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "file").write_text("")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".unfinished-0-0").symlink_to(elsewhere)
-    lockstep.save(tmp_path / "run")
-    assert (names_in(tmp_path / "run"), names_in(elsewhere)) == (["save-000001"], ["file"])
+    run, elsewhere = tmp_path / "disk" / "run", tmp_path / "disk" / "elsewhere"
+    put({"run": {}, "elsewhere": {"file": b""}}, tmp_path / "disk")
+    (run / ".unfinished-0-0").symlink_to(elsewhere)
+    lockstep.save(run)
+    assert (names_in(run), names_in(elsewhere)) == (["save-000001"], ["file"])
 
 
 @pytest.mark.parametrize("when", ["write", "flush", "sync", "sync of the folder"])
 def test_a_full_disk_is_told_with_the_path_and_the_room(when, tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    full = raising(OSError(errno.ENOSPC, "No space left on device"))
 
     class Buffer(io.BufferedWriter):
         flush = full
@@ -258,7 +225,6 @@ def test_a_full_disk_is_told_with_the_path_and_the_room(when, tmp_path, monkeypa
     else:
         monkeypatch.setattr(files, "_sync", sync)
     path = r"\.unfinished-[\w-]*" if when == "sync of the folder" else r"\.unfinished-[\w-]*/(model|rank-0000)\.pt"
-    with pytest.raises(
-        CheckpointError, match=rf"No space left on device: '.*/{path}'\n[\d,]+ bytes are free on that disk"
-    ):
+    words = rf"No space left on device: '.*/{path}'\n[\d,]+ bytes are free on that disk"
+    with pytest.raises(CheckpointError, match=words):
         lockstep.save(tmp_path, model=torch.nn.Linear(8, 8))
