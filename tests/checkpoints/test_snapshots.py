@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
 import stat
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.checkpoints import memory
+from checkpoints.disk import names_in
+from lockstep.checkpoints import memory, per_rank
 from lockstep.checkpoints.layout import MARKER, UNFINISHED, list_saved
 from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room
 from lockstep.checkpoints.ranks import Ranks
@@ -35,16 +38,22 @@ def folders(host_memory):
     return sorted(host_memory.glob("*/*"))
 
 
-def train(folder, steps, **snapshot):
-    """A run that is killed after some steps, as far as this process can be: its session ends with an error."""
-    weight = torch.zeros(3)
+@contextlib.contextmanager
+def killed():
+    """A session of a run that is killed in it, as far as this process can be: it ends with an error."""
     with pytest.raises(KeyError), lockstep.session() as run:
+        yield run
+        raise KeyError("killed")
+
+
+def train(folder, steps, **snapshot):
+    """A run that is killed after some steps."""
+    weight = torch.zeros(3)
+    with killed() as run:
         run.resume(folder, weight=weight)
         for _ in run.batches(range(steps)):
             weight += 1
             run.snapshot(folder, weight=weight, **snapshot)
-        raise KeyError("killed")
-    return weight
 
 
 def resumed(folder):
@@ -87,22 +96,17 @@ def test_a_run_that_was_asked_to_stop_leaves_what_is_newer_than_the_disk(saves, 
     assert bool(folders(host_memory)) is not saves
 
 
-def test_the_newer_one_of_memory_and_disk_counts(tmp_path):
+@pytest.mark.parametrize("calls", [("save", "snapshot"), ("snapshot", "save")])
+def test_the_newer_one_of_memory_and_disk_counts(calls, tmp_path):
     x = torch.zeros(())
-    for last in ("snapshot", "save"):
-        with pytest.raises(KeyError), lockstep.session() as run:
-            run.resume(tmp_path / "run", x=x)
-            for call in ("save", "snapshot") if last == "snapshot" else ("snapshot", "save"):
-                x += 1
-                more = {"every": 1} if call == "snapshot" else {}
-                getattr(run, call)(tmp_path / "run", x=x, step=9, **more)
-            raise KeyError
-        wanted, found = x.clone(), lockstep.session()
-        with pytest.raises(KeyError), found as run:
-            at = run.resume(tmp_path / "run", x=x.zero_())
-            assert torch.equal(x, wanted)
-            assert (at.folder.parent == tmp_path / "run") == (last == "save")
-            raise KeyError
+    with killed() as run:
+        for value, call in enumerate(calls, 1):
+            more = {"every": 1} if call == "snapshot" else {}
+            getattr(run, call)(tmp_path / "run", x=x.fill_(value), step=9, **more)
+    with killed() as run:
+        at = run.resume(tmp_path / "run", x=x.zero_())
+        assert x == 2
+        assert (at.folder.parent == tmp_path / "run") == (calls[1] == "save")
 
 
 def test_a_snapshot_of_a_run_whose_checkpoints_were_moved_away_does_not_count(tmp_path, host_memory):
@@ -111,9 +115,8 @@ def test_a_snapshot_of_a_run_whose_checkpoints_were_moved_away_does_not_count(tm
     (tmp_path / "run").rename(tmp_path / "before")
     assert resumed(tmp_path / "run") is None
     gone = pytest.warns(UserWarning, match=rf"a snapshot in {old} is of checkpoints that are no longer there")
-    with gone, pytest.raises(KeyError), lockstep.session() as run:
+    with gone, killed() as run:
         run.snapshot(tmp_path / "run", every=1, x=1)
-        raise KeyError
     (new,) = folders(host_memory)
     assert new != old
     with lockstep.session() as run:
@@ -133,17 +136,15 @@ def test_another_disk_at_the_same_path_has_snapshots_of_its_own(tmp_path, host_m
     """Two containers that share the memory of their host: what the other one uses is not removed."""
     path = tmp_path / "run"
     monkeypatch.setattr(MemoryFolder, "is_used", property(lambda each: is_used_for_another_process(each.folder)))
-    with pytest.raises(KeyError), lockstep.session() as first:
+    with killed() as first:
         first.snapshot(path, every=1, x="first")
         (of_first,) = folders(host_memory)
         path.rename(tmp_path / "first")
-        with pytest.raises(KeyError), lockstep.session() as second:
+        with killed() as second:
             assert second.resume(path) is None
             second.snapshot(path, every=1, x="second")
-            raise KeyError
         path.rename(tmp_path / "second")
         assert len(folders(host_memory)) == 2
-        raise KeyError
     assert not is_used_for_another_process(of_first)
     for name in ("first", "second"):
         (tmp_path / name).rename(path)
@@ -153,22 +154,27 @@ def test_another_disk_at_the_same_path_has_snapshots_of_its_own(tmp_path, host_m
     assert folders(host_memory) == []
 
 
-def test_a_place_that_is_empty_is_an_error(tmp_path):
+GONE = r"\. The launcher counts starts"
+REFUSED = {
+    "a place that is empty": (
+        "snapshot",
+        {"every": 1},
+        CheckpointError,
+        r"\.snapshots cannot be read, or is empty: re",
+    ),
+    "give_up_after": ("resume", {"give_up_after": None}, OptionError, f"option give_up_after{GONE}"),
+    "skip_poison": ("resume", {"skip_poison": None}, OptionError, f"option skip_poison{GONE}"),
+    "every 0": ("snapshot", {"every": 0}, OptionError, "every is a number of calls"),
+    "at most 0.0": ("snapshot", {"at_most": 0.0}, OptionError, "every is a number of calls"),
+    "at most 1.5": ("snapshot", {"at_most": 1.5}, OptionError, "every is a number of calls"),
+}
+
+
+@pytest.mark.parametrize(("call", "options", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(call, options, error, words, tmp_path):
     (tmp_path / ".snapshots").touch()
-    with (
-        lockstep.session() as run,
-        pytest.raises(CheckpointError, match=r"\.snapshots cannot be read, or is empty: remove"),
-    ):
-        run.snapshot(tmp_path, every=1, x=1)
-
-
-@pytest.mark.parametrize("option", ["give_up_after", "skip_poison"])
-def test_what_to_write_for_options_that_are_gone(option, tmp_path):
-    with (
-        lockstep.session() as run,
-        pytest.raises(OptionError, match=rf"no option {option}\. The launcher counts starts"),
-    ):
-        run.resume(tmp_path / "run", **{option: None})
+    with lockstep.session() as run, pytest.raises(error, match=words):
+        getattr(run, call)(tmp_path, **options)
 
 
 def test_another_run_that_takes_snapshots_of_the_same_path(tmp_path, host_memory):
@@ -200,12 +206,6 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path, host_memory):
         for call in (run.snapshot, run.resume):
             with pytest.raises(CheckpointError, match="others can write there"):
                 call(tmp_path / "run")
-
-
-@pytest.mark.parametrize("options", [{"every": 0}, {"at_most": 0.0}, {"at_most": 1.5}])
-def test_options_that_make_no_sense(options, tmp_path):
-    with lockstep.session() as run, pytest.raises(OptionError, match="every is a number of calls"):
-        run.snapshot(tmp_path / "run", **options)
 
 
 # ------------------------------------------------------------------------------------------- pace
@@ -287,11 +287,17 @@ def snapshot(rank, folder, hosts, number):
     """One snapshot of ranks on several hosts, which have one disk."""
     made = MemoryFolder(folder / "hosts" / hosts[rank.rank])
     made.folder.mkdir(parents=True, exist_ok=True)
-    state = {"x": torch.full((900,), float(number)), "own": lockstep.checkpoints.per_rank(rank.rank)}
+    state = {"x": torch.full((900,), float(number)), "own": per_rank(rank.rank)}
     taken = _Snapshot(folder / "disk", made, ranks_of(rank, hosts), 0, number - 1 or None)
     taken.save(state, 1, number)
     rank.gather(torch.zeros(1))
-    return taken.number
+    assert taken.number == number
+
+
+def on_rank_0(rank, call):
+    if rank.rank == 0:
+        call()
+    rank.gather(torch.zeros(1))
 
 
 def resume(rank, folder, hosts):
@@ -301,13 +307,12 @@ def resume(rank, folder, hosts):
     return found and (found.step, x.unique().item(), found.values.get("own"), resuming.in_memory)
 
 
-def both(rank, folder, hosts, change, later):
+def both(rank, folder, hosts, change=lambda: None, later=None):
+    """Two snapshots, and a resume on the hosts of later, if there are ranks then."""
     for number in (1, 2):
-        assert snapshot(rank, folder, hosts, number) == number
-    if rank.rank == 0:
-        change(folder / "hosts")
-    rank.gather(torch.zeros(1))
-    return resume(rank, folder, later)
+        snapshot(rank, folder, hosts, number)
+    on_rank_0(rank, change)
+    return later and resume(rank, folder, later)
 
 
 @pytest.mark.parametrize("gone", ["a", "b", "c"])
@@ -315,63 +320,52 @@ def both(rank, folder, hosts, change, later):
 def test_all_go_on_from_the_disk_when_a_host_has_lost_its_memory(saved, gone, tmp_path):
     if saved:
         run_ranks(4, save, tmp_path)
-    with pytest.warns(
-        UserWarning, match=r"skipped memory/save-000002-.*: rank \d .host .*it is not in this host's mem"
-    ):
-        results = run_ranks(4, both, tmp_path, "abbc", lambda hosts: shutil.rmtree(hosts / gone), "abbc")
+    lose = functools.partial(shutil.rmtree, tmp_path / "hosts" / gone)
+    words = r"skipped memory/save-000002-.*: rank \d .host .*it is not in this host's mem"
+    with pytest.warns(UserWarning, match=words):
+        results = run_ranks(4, both, tmp_path, "abbc", lose, "abbc")
     assert results == [(0, 7.0, rank, False) if saved else None for rank in range(4)]
 
 
 def save(rank, folder):
-    own = lockstep.checkpoints.per_rank(rank.rank)
-    lockstep.save(folder / "disk", step=0, group=rank.group, x=torch.full((900,), 7.0), own=own)
+    lockstep.save(folder / "disk", step=0, group=rank.group, x=torch.full((900,), 7.0), own=per_rank(rank.rank))
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped memory/save-000002")
 @on_ranks(3)
 def test_the_snapshot_before_one_that_not_all_hosts_have_counts(rank, tmp_path):
     """A process of host b is killed in the second snapshot, when host a has it already."""
-    hosts = tmp_path / "hosts"
+    hosts, before = tmp_path / "hosts", tmp_path / "before"
     snapshot(rank, tmp_path, "abb", 1)
-    if rank.rank == 0:
-        shutil.copytree(hosts, tmp_path / "before")
-    rank.gather(torch.zeros(1))
+    on_rank_0(rank, lambda: shutil.copytree(hosts, before))
     snapshot(rank, tmp_path, "abb", 2)
-    if rank.rank == 0:
-        shutil.copytree(tmp_path / "before" / "a", hosts / "a", dirs_exist_ok=True)
-        shutil.copytree(tmp_path / "before" / "b", hosts / "b", dirs_exist_ok=True)
-        next(hosts.glob(f"b/save-000002-*/{MARKER}")).unlink()
-    rank.gather(torch.zeros(1))
+    on_rank_0(rank, lambda: shutil.copytree(before, hosts, dirs_exist_ok=True))
+    on_rank_0(rank, lambda: next(hosts.glob(f"b/save-000002-*/{MARKER}")).unlink())
     assert resume(rank, tmp_path, "abb") == (1, 1.0, rank.rank, True)
 
 
+LATER = {
+    "new hosts in the place of all but one": ("abc", "bde", [None] * 3),
+    "fewer ranks get what is shared": ("abbc", "bb", [(2, 2.0, None, True)] * 2),
+    "all hosts are gone": ("abc", "xyz", [None] * 3),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*skipped memory/save-000002")
-def test_new_hosts_in_the_place_of_all_but_one(tmp_path):
-    assert run_ranks(3, both, tmp_path, "abc", lambda _: None, "bde") == [None] * 3
-
-
 @pytest.mark.filterwarnings("ignore:.*saved by 4 rank.* so that what each rank had of its own is not loaded")
-def test_fewer_ranks_get_what_is_shared(tmp_path):
-    run_ranks(4, both, tmp_path, "abbc", lambda _: None, "abbc")
-    assert run_ranks(2, resume, tmp_path, "bb") == [(2, 2.0, None, True)] * 2
+@pytest.mark.parametrize(("hosts", "later", "found"), LATER.values(), ids=LATER)
+def test_other_hosts(hosts, later, found, tmp_path):
+    run_ranks(len(hosts), both, tmp_path, hosts)
+    assert run_ranks(len(later), resume, tmp_path, later) == found
 
 
-def test_all_hosts_are_gone(tmp_path):
-    run_ranks(3, both, tmp_path, "abc", lambda _: None, "abc")
-    assert run_ranks(3, resume, tmp_path, "xyz") == [None] * 3
-
-
-def leave(rank, folder):
-    snapshot(rank, folder, "aa", 1)
-    if rank.rank == 0:
-        (folder / "hosts" / "a" / f"{UNFINISHED}killed").mkdir()
-    rank.gather(torch.zeros(1))
-    snapshot(rank, folder, "aa", 2)
-    return sorted(each.name for each in (folder / "hosts" / "a").iterdir())
-
-
-def test_what_killed_processes_have_not_finished_goes_with_the_next_snapshot(tmp_path):
-    assert run_ranks(2, leave, tmp_path)[0] == ["save-000002-step-00000002"]
+@on_ranks(2)
+def test_what_killed_processes_have_not_finished_goes_with_the_next_snapshot(rank, tmp_path):
+    host = tmp_path / "hosts" / "a"
+    snapshot(rank, tmp_path, "aa", 1)
+    on_rank_0(rank, (host / f"{UNFINISHED}killed").mkdir)
+    snapshot(rank, tmp_path, "aa", 2)
+    assert names_in(host) == ["save-000002-step-00000002"]
 
 
 @on_ranks(2)
@@ -398,12 +392,10 @@ def test_nothing_is_waited_for_in_memory(tmp_path):
 def test_snapshots_go_on_after_a_resume_from_the_disk(tmp_path, host_memory):
     train(tmp_path / "run", 3, every=1)
     for _ in range(2):
-        with pytest.raises(KeyError), lockstep.session() as run:
+        with killed() as run:
             run.resume(tmp_path / "run")
             run.save(tmp_path / "run", x=1)
-            raise KeyError
-    train_on = lockstep.session(time_limit=0.0)
-    with train_on as run:
+    with lockstep.session(time_limit=0.0) as run:
         assert not run.should_stop
         run.resume(tmp_path / "run")
         run.snapshot(tmp_path / "run", every=1, x=2)
