@@ -6,13 +6,12 @@ from traceback import format_exception
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 import lockstep
 from lockstep.failures.progress import phase_of
-from processes import be_launched, run_processes
+from processes import run_processes
 
 
 def numbers(run):
@@ -93,10 +92,8 @@ def test_what_is_waited_for_in_a_sampler_is_data_also_after_an_evaluation():
         assert phase_of(raised.value.__traceback__, "training") == "data"
 
 
-def saves_on_rank_0_alone(rank, port, path, backend, steps):
+def saves_on_rank_0_alone(rank, path, backend, steps):
     """Return what the run raises, with its notes, as Python prints it."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     try:
         with lockstep.session(backend=backend, timeout=20.0, device="cpu") as run:
             model = lockstep.replicate(nn.Linear(30, 30))
@@ -111,7 +108,6 @@ def saves_on_rank_0_alone(rank, port, path, backend, steps):
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("steps", [1, 3], ids=["the others end", "the others train on"])
 def test_a_save_on_rank_0_alone_says_what_to_do(tmp_path, backend, steps):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = run_processes(2, saves_on_rank_0_alone, store.port, str(tmp_path), backend, steps)
+    told = run_processes(2, saves_on_rank_0_alone, tmp_path, backend, steps, launched=True)
     assert "If only some ranks have called save(): call save() on every rank, not under" in told[0]
     assert (told[1] is None) == (steps == 1)

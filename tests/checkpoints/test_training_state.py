@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import lockstep
+from lockstep.distributed import load_training_state_dict, training_state_dict
 from lockstep.errors import HookError, LayoutError, NotReplicableError
 from programs.ranks import on_ranks, replicated
 from threaded import count_collectives, run_ranks
@@ -42,14 +43,14 @@ def gone_on(rank, register, steps=4, more=3, **options):
     model = replicated(rank, network, **options)
     register(model)
     train(rank, model, steps)
-    saved = through_a_file((model.state_dict(), lockstep.distributed.training_state_dict(model)))
+    saved = through_a_file((model.state_dict(), training_state_dict(model)))
     wanted = train(rank, model, more, first=steps)
 
     second = lockstep.replicate(rank.make(network, seed=9), process_group=rank.group, **options)
     register(second)
     second.load_state_dict(saved[0])
     with count_collectives(rank) as sent:
-        lockstep.distributed.load_training_state_dict(second, saved[1])
+        load_training_state_dict(second, saved[1])
     assert sent == []
     return wanted, train(rank, second, more, first=steps), saved[1]
 
@@ -77,17 +78,15 @@ def test_training_goes_on_bit_for_bit_with_the_plan_it_had(cap):
 
 @on_ranks(2)
 def test_a_restored_plan_is_not_made_anew(rank):
-    parts = [
-        ("all_reduce", size) for size in (1024, 1024, 48, 32, 8)
-    ]  # hook and plan are compared before they are used
     model = replicated(rank, network, bucket_cap_mb=1e-4)
     plan = json.dumps([["shared", [name]] for name in ("0.weight", "2.weight", "0.bias", "2.bias")])
-    lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
+    load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
     with count_collectives(rank) as sent:
         train(rank, model, 1)
-    state = lockstep.distributed.training_state_dict(model)
-    reduced = [(each.name, each.numel) for each in sent if each.name == "all_reduce"]
-    assert (reduced[:5], state["plan"] == plan, state["round"]) == (parts, True, 8)
+    state = training_state_dict(model)
+    reduced = [each.numel for each in sent if each.name == "all_reduce"]
+    assert reduced[:5] == [1024, 1024, 48, 32, 8]  # hook and plan are compared before they are used
+    assert (state["plan"], state["round"]) == (plan, 8)
 
 
 @on_ranks(2)
@@ -95,7 +94,7 @@ def test_a_plan_that_other_ranks_do_not_have_is_refused_on_every_rank(rank):
     model = replicated(rank, network, bucket_cap_mb=1e-4)
     names = ["0.weight", "2.weight", "0.bias", "2.bias"]
     plan = json.dumps([["shared", [name]] for name in (names if rank.rank else names[::-1])])
-    lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
+    load_training_state_dict(model, {"round": 7, "plan": plan, "hook": None})
     for _ in range(2):  # again and again
         with pytest.raises(lockstep.errors.AgreementError, match="ranks differ in plan"):
             train(rank, model, 1)
@@ -108,12 +107,12 @@ def test_the_state_of_a_wrapper_and_of_a_module_that_gets_ready_later(rank):
     lockstep.replicate(model, process_group=rank.group)
     plain = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
     train(rank, plain, 2)
-    state = lockstep.distributed.training_state_dict(plain)
-    lockstep.distributed.load_training_state_dict(model, state)
+    state = training_state_dict(plain)
+    load_training_state_dict(model, state)
     model.to_empty(device="cpu")
     model.load_state_dict(plain.module.state_dict())
     model(torch.ones(1, 6))  # gets ready
-    assert lockstep.distributed.training_state_dict(model) == state
+    assert training_state_dict(model) == state
 
 
 # ---------------------------------------------------------------------------------- hooks
@@ -197,30 +196,22 @@ def alone(make=network, **options):
 
 
 def test_other_modules_and_other_hooks_are_refused():
-    state = lockstep.distributed.training_state_dict(alone())
-    with pytest.raises(
-        LayoutError, match=r"the plan is of another module: it has a parameter '2\.bias', this one has not"
-    ):
-        lockstep.distributed.load_training_state_dict(alone(lambda: nn.Linear(2, 2)), state)
-
-    hooked = alone()
+    state, hooked, stateless = training_state_dict(alone()), alone(), alone()
+    with pytest.raises(LayoutError, match=r"is of another module: it has a parameter '2\.bias', this one has not"):
+        load_training_state_dict(alone(lambda: nn.Linear(2, 2)), state)
     hooked.register_comm_hook({}, counting)
     with pytest.raises(NotReplicableError, match="with no communication hook, and one is registered"):
-        lockstep.distributed.load_training_state_dict(hooked, state)
-    state = lockstep.distributed.training_state_dict(hooked)
+        load_training_state_dict(hooked, state)
     with pytest.raises(NotReplicableError, match="with a communication hook, and none is registered"):
-        lockstep.distributed.load_training_state_dict(alone(), state)
-    stateless = alone()
+        load_training_state_dict(alone(), training_state_dict(hooked))
     stateless.register_comm_hook(None, counting)
     with pytest.raises(HookError, match="but the hook was registered without one"):
-        lockstep.distributed.load_training_state_dict(stateless, {**state, "hook": {"state": {"steps": 1}}})
+        load_training_state_dict(stateless, {**state, "hook": {"state": {"steps": 1}}})
 
 
-def test_what_is_not_replicated_has_no_state():
-    for call in (
-        lockstep.distributed.training_state_dict,
-        lockstep.loop.statistics,
-        lambda module: lockstep.distributed.load_training_state_dict(module, {}),
-    ):
-        with pytest.raises(NotReplicableError, match=r"got a Linear that is not replicated; pass the module that went"):
-            call(nn.Linear(1, 1))
+@pytest.mark.parametrize(
+    "call", [training_state_dict, lockstep.loop.statistics, lambda module: load_training_state_dict(module, {})]
+)
+def test_what_is_not_replicated_has_no_state(call):
+    with pytest.raises(NotReplicableError, match=r"got a Linear that is not replicated; pass the module that went"):
+        call(nn.Linear(1, 1))
