@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,18 +15,20 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import PeerFailure
-from lockstep.session import start
+from lockstep.session import start, watch
 from lockstep.session.environment import Environment
-from processes import be_launched, run_processes
+from processes import on_processes, run_processes
 
 
-def cannot_be_aborted(rank, port):
-    """A rank fails in a session whose backend, which is said to be NCCL, never comes back from `abort()`."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
-    module = sys.modules["lockstep.session.watch"]
-    module.backends_of = lambda group: "cpu:gloo,cuda:nccl"
-    module.ABORT_SECONDS = 0.3
+def like_nccl():
+    """Sessions of this process take their groups for NCCL's."""
+    watch.backends_of = lambda group: "cpu:gloo,cuda:nccl"
+    watch.ABORT_SECONDS = 0.3
+
+
+def cannot_be_aborted(rank):
+    """A rank fails in a session whose backend never comes back from `abort()`."""
+    like_nccl()
     aborted = []
 
     def abort(group):
@@ -48,8 +51,7 @@ def cannot_be_aborted(rank, port):
 
 
 def test_a_group_that_cannot_be_aborted_keeps_no_rank_from_ending():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = run_processes(2, cannot_be_aborted, store.port, errors=True, group_timeout=60)
+    first, second = run_processes(2, cannot_be_aborted, errors=True, launched=True)
     assert isinstance(first.error, PeerFailure)
     assert "rank 1 failed in training: ValueError: of rank 1" in str(first.error)
     assert isinstance(second.error, ValueError)
@@ -57,38 +59,25 @@ def test_a_group_that_cannot_be_aborted_keeps_no_rank_from_ending():
         assert "has not aborted its communicator within 0.3 s" in each.stderr
 
 
-def leaves_in_order(rank, port):
-    """What ranks that leave in good order abort: nothing, as their last sums may still be on their way."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
-    sys.modules["lockstep.session.watch"].backends_of = lambda group: "cpu:gloo,cuda:nccl"
+@on_processes(2, launched=True)
+def test_ranks_that_leave_in_order_abort_nothing(rank):
+    """Their last sums may still be on their way."""
+    like_nccl()
     aborted, plain = [], dist.ProcessGroup.abort
     dist.ProcessGroup.abort = lambda group: (aborted.append(group), plain(group))
-    try:
-        with lockstep.session(backend="gloo", timeout=60):
-            lockstep.mean(torch.ones(()))
-            if rank.rank == 1:
-                sys.exit(0)
-    except SystemExit:
-        pass
+    with contextlib.suppress(SystemExit), lockstep.session(backend="gloo", timeout=60):
+        lockstep.mean(torch.ones(()))
+        if rank.rank == 1:
+            sys.exit(0)
     assert not dist.is_initialized()
-    return len(aborted)
+    assert not aborted
 
 
-def test_ranks_that_leave_in_order_abort_nothing():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert run_processes(2, leaves_in_order, store.port, group_timeout=60) == [0, 0]
-
-
-def destroyed_together(rank, port, folder):
+def destroyed_together(rank, leaves_early):
     """Destroying a group ends once both ranks do it, and never if one has aborted, as NCCL's does."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
-    module = sys.modules["lockstep.session.watch"]
-    module.backends_of = lambda group: "cpu:gloo,cuda:nccl"
-    module.ABORT_SECONDS = 0.3
+    like_nccl()
     aborted, abort, destroy = threading.Event(), dist.ProcessGroup.abort, dist.destroy_process_group
-    arrive = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    arrive = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
 
     def destroy_together():
         if not aborted.is_set():
@@ -99,19 +88,17 @@ def destroyed_together(rank, port, folder):
     dist.ProcessGroup.abort = lambda group: (aborted.set(), abort(group))
     dist.destroy_process_group = destroy_together
     with lockstep.session(backend="gloo", timeout=60):
-        if not (folder and rank.rank == 1):
+        if not (leaves_early and rank.rank == 1):
             lockstep.mean(torch.ones(()))
     return aborted.is_set()
 
 
 def test_a_group_is_destroyed_once_all_ranks_are_done():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert run_processes(2, destroyed_together, store.port, False, group_timeout=60) == [False, False]
+    assert run_processes(2, destroyed_together, False, launched=True) == [False, False]
 
 
 def test_a_rank_that_leaves_early_aborts_its_group_once_others_have_failed():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = run_processes(2, destroyed_together, store.port, True, errors=True, group_timeout=60)
+    first, second = run_processes(2, destroyed_together, True, errors=True, launched=True)
     assert isinstance(first.error, PeerFailure)
     assert "rank 1 has left the training in good order" in str(first.error)
     assert second.result is True
@@ -120,15 +107,14 @@ def test_a_rank_that_leaves_early_aborts_its_group_once_others_have_failed():
 
 def never_released(rank):
     """A backend's release never comes back; neither does a thread that the interpreter waits for."""
-    dist.destroy_process_group()
-    sys.modules["lockstep.session.watch"].ABORT_SECONDS = 0.3
+    watch.ABORT_SECONDS = 0.3
     with mock.patch.object(dist, "destroy_process_group", threading.Event().wait), lockstep.session(backend="gloo"):
         pass
     threading.Thread(target=threading.Event().wait).start()
 
 
 def test_a_group_that_is_never_released_keeps_no_process_from_ending():
-    (ended,) = run_processes(1, never_released, errors=True)
+    (ended,) = run_processes(1, never_released, errors=True, launched=True)
     assert "the process group has not been released within 0.6 s" in ended.stderr
     assert ended.returncode == -signal.SIGALRM
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 import lockstep
 import sim as simulator
 from lockstep.errors import AgreementError, OptionError, PeerFailure
-from processes import be_launched, on_processes, run_processes
+from processes import on_processes, run_processes
 
 
 def gradient(run):
@@ -66,17 +67,14 @@ def raises(rank, options):
     return type(raised.value), str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (
-            {"backend": "shm"},
-            "session(backend='shm'): the process group that exists already has the backend cpu:gloo,cuda:gloo, and "
-            "stays as it is; leave backend out, or end the group before the session",
-        ),
-        ({"alone": True}, "session(alone=True), but there is a process group of 2 ranks already: end it before"),
-    ],
+OTHER_BACKEND = (
+    "session(backend='shm'): the process group that exists already has the backend cpu:gloo,cuda:gloo, and stays as it "
+    "is; leave backend out, or end the group before the session"
 )
+ALONE = "session(alone=True), but there is a process group of 2 ranks already: end it before"
+
+
+@pytest.mark.parametrize(("options", "told"), [({"backend": "shm"}, OTHER_BACKEND), ({"alone": True}, ALONE)])
 def test_what_cannot_be_changed_any_more_is_an_error(options, told):
     assert run_processes(2, raises, [options] * 2) == [(OptionError, told)] * 2
 
@@ -87,53 +85,39 @@ def test_options_are_compared():
     assert told[1][1].startswith("session(): ranks differ in seed: 0 on rank 0, 1 on rank 1")
 
 
-def bound(rank):
-    dist.destroy_process_group()
-    assert not isinstance(found := simulator.load(2), str), found
-    be_launched(rank, 0)
+def accelerators(count):
+    assert not isinstance(found := simulator.load(count), str), found
+
+
+@on_processes(1, launched=True)
+def test_the_device_that_a_group_is_bound_to_is_taken(rank):
+    accelerators(2)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, device_id=torch.device("sim", 1))
     with lockstep.session() as run:
-        told = [str(run.device)]
-    with pytest.raises(OptionError) as raised, lockstep.session(device="sim:0"):
+        assert str(run.device) == "sim:1"
+    words = r"^session\(device='sim:0'\): the process group that exists already is bound to sim:1, and stays"
+    with pytest.raises(OptionError, match=words), lockstep.session(device="sim:0"):
         pass
-    return [*told, str(raised.value)]
-
-
-def test_the_device_that_a_group_is_bound_to_is_taken():
-    [[device, told]] = run_processes(1, bound)
-    assert device == "sim:1"
-    assert told.startswith(
-        "session(device='sim:0'): the process group that exists already is bound to sim:1, and stays"
-    )
 
 
 @on_processes(2)
 def test_its_own_timeout_is_not_that_of_the_group(rank):
-    told = ["session(timeout=60) is not that of the process group, which exists already and keeps its own"]
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("lockstep").addHandler(handler)
-    with lockstep.session(timeout=60.0):
-        pass
-    with lockstep.session():
-        pass
-    assert records == [told, []][rank.rank]
+    told = "session(timeout=60) is not that of the process group, which exists already and keeps its own"
+    records = BufferingHandler(9)
+    logging.getLogger("lockstep").addHandler(records)
+    for options in ({"timeout": 60.0}, {}):
+        with lockstep.session(**options):
+            pass
+    assert [each.getMessage() for each in records.buffer] == [[told], []][rank.rank]
 
 
-def without_local_rank(rank, port):
+@on_processes(2, launched=True)
+def test_the_number_on_this_host_is_found_by_asking(rank):
     """A process for each accelerator, of which the launcher has said no number on this host."""
-    dist.destroy_process_group()
-    assert not isinstance(found := simulator.load(2), str), found
-    be_launched(rank, port)
+    accelerators(2)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         os.environ.pop(name)
     with lockstep.session(timeout=60.0) as run:
-        return run.local_rank, str(run.device), gradient(run), os.environ["GLOO_SOCKET_IFNAME"]
-
-
-def test_the_number_on_this_host_is_found_by_asking():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = run_processes(2, without_local_rank, store.port)
-    assert told == [(rank, f"sim:{rank}", 0.5, "lo") for rank in range(2)]
+        assert (run.local_rank, str(run.device), gradient(run)) == (rank.rank, f"sim:{rank.rank}", 0.5)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import AgreementError, PeerFailure
 from lockstep.session.start import OF_EACH_RANK, SessionOptions
-from processes import be_launched, run_processes
+from processes import run_processes
 
 OTHERS = {
     "backend": ("shm", "gloo"),
@@ -22,10 +21,8 @@ OTHERS = {
 }
 
 
-def starts(rank, port, given):
+def starts(rank, given):
     """Return what a session raises, by the options of all ranks."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     try:
         with lockstep.session(**({"timeout": 60.0} | given[rank.rank])) as run:
             return run.agree(False)
@@ -33,9 +30,8 @@ def starts(rank, port, given):
         return type(error), str(error)
 
 
-def started(world, given):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return run_processes(world, starts, store.port, given)
+def started(*given):
+    return run_processes(len(given), starts, given, launched=True)
 
 
 def test_every_option_is_compared_or_may_differ():
@@ -46,7 +42,7 @@ def test_every_option_is_compared_or_may_differ():
 @pytest.mark.parametrize("name", OTHERS)
 def test_one_that_differs_is_named_on_every_rank(name):
     usual, other = OTHERS[name]
-    told = started(3, [{name: usual}, {name: usual}, {name: other}])
+    told = started({name: usual}, {name: usual}, {name: other})
     assert [kind for kind, _ in told] == [PeerFailure, PeerFailure, AgreementError]
     for _, message in told:
         assert f"session(): ranks differ in {name}: {usual} on rank 0, {other} on rank 2; give it the same" in message
@@ -54,10 +50,10 @@ def test_one_that_differs_is_named_on_every_rank(name):
 
 
 def test_a_seed_that_is_the_rank():
-    told = started(2, [{"seed": rank} for rank in range(2)])
+    told = started({"seed": 0}, {"seed": 1})
     assert "AgreementError: session(): ranks differ in seed: 0 on rank 0, 1 on rank 1" in told[0][1]
 
 
 def test_what_may_differ_and_what_is_equal():
-    given = [{"device": "cpu", "time_limit": 3600, "timeout": 60}, {"device": None, "timeout": 60.0}]
-    assert started(2, given) == [False, False]
+    given = {"device": "cpu", "time_limit": 3600, "timeout": 60}, {"device": None, "timeout": 60.0}
+    assert started(*given) == [False, False]

@@ -16,15 +16,13 @@ import lockstep
 import sim as simulator
 from lockstep._base.devices import accelerator, wait_for_accelerator
 from lockstep.errors import DeviceError, PeerFailure
-from processes import be_launched, on_processes, run_processes
+from processes import on_processes, run_processes
 
 
-def device_of_a_session(rank, accelerators, device, port):
+def device_of_a_session(rank, accelerators, device):
     """The session's device, or what it raises instead."""
-    dist.destroy_process_group()
     if accelerators:
         assert not isinstance(found := simulator.load(accelerators), str), found
-    be_launched(rank, port)
     try:
         with lockstep.session(device=device, timeout=60.0) as run:
             model = lockstep.replicate(nn.Linear(2, 2).to(run.device))
@@ -35,14 +33,21 @@ def device_of_a_session(rank, accelerators, device, port):
 
 
 def devices(world, accelerators, device=None):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return run_processes(world, device_of_a_session, accelerators, device, store.port)
+    return run_processes(world, device_of_a_session, accelerators, device, launched=True)
 
 
-def test_each_process_has_an_accelerator_of_its_own():
-    assert devices(2, 2) == ["sim:0", "sim:1"]
-    assert devices(1, 1) == ["sim:0"]
-    assert devices(2, 0) == ["cpu", "cpu"]
+@pytest.mark.parametrize(
+    ("accelerators", "device", "found"),
+    [
+        (2, None, ["sim:0", "sim:1"]),
+        (1, None, ["sim:0"]),
+        (0, None, ["cpu", "cpu"]),
+        (1, "cpu", ["cpu", "cpu"]),
+        (1, "sim:0", ["sim:0", "sim:0"]),
+    ],
+)
+def test_each_process_has_an_accelerator_of_its_own_or_the_device_that_is_asked_for(accelerators, device, found):
+    assert devices(len(found), accelerators, device) == found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -52,20 +57,10 @@ def test_a_gpu_that_is_not_there_is_told():
 
 
 @pytest.mark.parametrize("device", [None, "sim"])
-@pytest.mark.parametrize(("accelerators", "there"), [(1, "1 accelerator"), (2, "2 accelerators")])
-def test_more_processes_than_accelerators_are_an_error_on_every_rank_that_says_what_to_type(
-    device, accelerators, there
-):
-    told = (
-        f"3 processes on this host, which has {there} of type sim: type `torchrun --nproc-per-node {accelerators}`, or "
-        '`session(device="cpu")` for the CPU'
-    )
-    assert devices(3, accelerators, device) == [told] * 3
-
-
-def test_they_train_on_the_cpu_if_that_is_asked_for_or_share_one_that_is_named():
-    assert devices(2, 1, "cpu") == ["cpu", "cpu"]
-    assert devices(2, 1, "sim:0") == ["sim:0", "sim:0"]
+@pytest.mark.parametrize(("count", "there"), [(1, "1 accelerator"), (2, "2 accelerators")])
+def test_more_processes_than_accelerators_are_an_error_on_every_rank_that_says_what_to_type(device, count, there):
+    told = f"3 processes on this host, which has {there} of type sim: type `torchrun --nproc-per-node {count}`, or "
+    assert devices(3, count, device) == [f'{told}`session(device="cpu")` for the CPU'] * 3
 
 
 @pytest.mark.parametrize(
