@@ -1,5 +1,6 @@
 """What has drifted apart since the last look is named at the end of a session that ends well, and nothing else is."""
 
+import functools
 import gc
 import signal
 import sys
@@ -7,12 +8,11 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import lockstep
 from lockstep.errors import OutOfSyncError, PeerFailure
-from processes import be_launched, run_processes
+from processes import run_processes
 
 
 class Training:
@@ -35,42 +35,28 @@ class Training:
         return self
 
 
-def sgd(parameters, lr):
-    return torch.optim.SGD(parameters, lr, momentum=0.9)
+def trained(then=lambda training: None, steps=3, on=(0, 1), **options):
+    """A program that trains for some steps, and then does something, on both ranks or one."""
+
+    def program(run):
+        training = Training(run, **options).train(steps)
+        if run.rank in on:
+            then(training)
+        return training
+
+    return program
 
 
-def weight(run):
-    training = Training(run).train()
-    training.net[1].weight.data[0, run.rank] += 1
-    return training
+def add_rank(training):
+    training.net[0].weight.data += training.run.rank
 
 
-def rate(run):
-    training = Training(run).train()
-    training.optimizer.param_groups[0]["lr"] /= 1 + run.rank
-    return training
-
-
-def state(run):
-    training = Training(run).train()
-    training.optimizer.state[training.net[0].bias]["exp_avg"] *= run.rank
-    return training
-
-
-def last_step_clipped(run):
-    training = Training(run).train()
+def step_clipped_on_rank_0(training):
     training.optimizer.zero_grad()
     training.model(torch.ones(2, 4)).sum().backward()
-    if run.is_main:
+    if training.run.is_main:
         torch.nn.utils.clip_grad_value_(training.net.parameters(), 1e-3)
     training.optimizer.step()
-    return training
-
-
-def never_trained(run):
-    training = Training(run)
-    training.net[0].weight.data += run.rank
-    return training
 
 
 def frozen(run):
@@ -90,19 +76,31 @@ def second_module(run):
     return [first, second, other]
 
 
+A_WEIGHT = trained(lambda t: t.net[1].weight.data[0, t.run.rank].add_(1))
+DIGEST = "is out of sync: digest "
+BEGINNING = "between replicate() and the end of the session"
 DRIFT = {
-    weight: ("parameter 1.weight is out of sync: digest ", "between step 1 and the end of the session, after step 3"),
-    rate: ("optimizer AdamW, group 0, lr: 0.1 on rank 0, 0.05 on rank 1, so ", "the end of the session, after step 3"),
-    state: ("exp_avg of parameter 0.bias in AdamW is out of sync: digest ", "The optimizer's state alone differs"),
-    last_step_clipped: ("parameter 0.weight is out of sync: digest ", "Weights and the optimizer's state differ"),
-    never_trained: ("parameter 0.weight is out of sync: digest ", "between replicate() and the end of the session"),
-    frozen: ("parameter bias is out of sync: digest ", "between replicate() and the end of the session"),
-    second_module: ("parameter weight is out of sync: digest ", "replicate() and the end of the session"),
+    "a weight": (A_WEIGHT, f"parameter 1.weight {DIGEST}", "between step 1 and the end of the session, after step 3"),
+    "a rate": (
+        trained(lambda t: t.optimizer.param_groups[0].update(lr=0.1 / (1 + t.run.rank))),
+        "optimizer AdamW, group 0, lr: 0.1 on rank 0, 0.05 on rank 1, so ",
+        "the end of the session, after step 3",
+    ),
+    "the optimizer's state": (
+        trained(lambda t: t.optimizer.state[t.net[0].bias]["exp_avg"].mul_(t.run.rank)),
+        f"exp_avg of parameter 0.bias in AdamW {DIGEST}",
+        "The optimizer's state alone differs",
+    ),
+    "the last step": (
+        trained(step_clipped_on_rank_0),
+        f"parameter 0.weight {DIGEST}",
+        "Weights and the optimizer's state differ",
+    ),
+    "before any step": (trained(add_rank, steps=0), f"parameter 0.weight {DIGEST}", BEGINNING),
+    "what is frozen": (frozen, f"parameter bias {DIGEST}", BEGINNING),
+    "a second module": (second_module, f"parameter weight {DIGEST}", BEGINNING),
 }
-
-
-def plain(run):
-    return Training(run).train()
+"""Programs whose replicas drift apart; how the message begins, and what else it says."""
 
 
 def stopped(run):
@@ -114,35 +112,20 @@ def stopped(run):
     return training
 
 
-def saved(run):
-    training = Training(run).train()
-    lockstep.check_in_sync(training.net, training.optimizer)
-    return training
+def load_better_ones(training):
+    training.net.load_state_dict({name: each + 1 for name, each in training.net.state_dict().items()})
 
 
-def best_for_a_last_test(run):
-    training = Training(run).train()
-    if run.is_main:
-        training.net.load_state_dict({name: each + 1 for name, each in training.net.state_dict().items()})
-    return training
+def write_averages(training):
+    """As ema-pytorch and torch-ema do it: past the counters of versions."""
+    for parameter in training.net.parameters():
+        parameter.data.copy_(parameter.data + 0.5)
 
 
-def average_for_a_last_test(run):
-    """As ema-pytorch and torch-ema write it: past the counters of versions."""
-    training = Training(run).train()
-    if run.is_main:
-        for parameter in training.net.parameters():
-            parameter.data.copy_(parameter.data + 0.5)
-    return training
-
-
-def average_in_place_of_the_weights(run):
+def exchange_for_averages(training):
     """As many programs with an average of their own do it: another tensor in ``.data``."""
-    training = Training(run).train()
-    if run.is_main:
-        for parameter in training.net.parameters():
-            parameter.data = parameter.data + 0.5
-    return training
+    for parameter in training.net.parameters():
+        parameter.data = parameter.data + 0.5
 
 
 def frozen_inference_tensors(run):
@@ -155,12 +138,6 @@ def frozen_inference_tensors(run):
         model(torch.ones(2, 4) + run.rank).square().sum().backward()
         optimizer.step()
     return net, optimizer
-
-
-def values_of_each_rank(run):
-    training = Training(run, init_sync=False).train()
-    training.net[0].weight.data += run.rank
-    return training
 
 
 def ignored(run):
@@ -176,34 +153,25 @@ def sharded(run):
 
 
 def joined(run):
-    training = Training(run, sgd, lockstep.DistributedDataParallel)
+    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
+    training = Training(run, momentum, lockstep.DistributedDataParallel)
     with training.model.join():
         training.train(2 + 3 * run.rank)
     return training
 
 
-def local_steps(run):
-    training = Training(run).train()
+def step_locally(training):
     with warnings.catch_warnings(), training.model.no_sync():
         warnings.simplefilter("ignore")
         training.train()
-    return training
 
 
 def gone_on_one_rank(run):
-    training = Training(run).train()
-    training.net[0].weight.data += run.rank
+    training = trained(add_rank)(run)
     if run.is_main:
         del training
         gc.collect()
         return None
-    return training
-
-
-def converted_on_one_rank(run):
-    training = Training(run).train()
-    if run.is_main:
-        training.net.half()
     return training
 
 
@@ -213,28 +181,24 @@ def buffer(run):
     return lockstep.replicate(net, buffer_policy="local")
 
 
-def nothing(run):
-    return None
-
-
-RIGHT = [
-    frozen_inference_tensors,
-    *(
-        plain,
-        stopped,
-        saved,
-        best_for_a_last_test,
-        average_for_a_last_test,
-        average_in_place_of_the_weights,
-        values_of_each_rank,
-        ignored,
-        sharded,
-        joined,
-        local_steps,
-        gone_on_one_rank,
-    ),
-    *(converted_on_one_rank, buffer, nothing),
-]
+RIGHT = {
+    "frozen inference tensors": frozen_inference_tensors,
+    "plain": trained(),
+    "stopped": stopped,
+    "compared": trained(lambda t: lockstep.check_in_sync(t.net, t.optimizer)),
+    "the best for a last test": trained(load_better_ones, on=[0]),
+    "averages for a last test": trained(write_averages, on=[0]),
+    "averages in place of the weights": trained(exchange_for_averages, on=[0]),
+    "values of each rank": trained(add_rank, init_sync=False),
+    "ignored": ignored,
+    "sharded": sharded,
+    "joined": joined,
+    "local steps": trained(step_locally),
+    "gone on one rank": gone_on_one_rank,
+    "converted on one rank": trained(lambda t: t.net.half(), on=[0]),
+    "a buffer": buffer,
+    "nothing": lambda run: None,
+}
 
 
 def in_session(program, backend="gloo"):
@@ -242,72 +206,64 @@ def in_session(program, backend="gloo"):
         return program(run)  # which keeps its modules until the session has ended
 
 
-def ends(rank, port, backend, programs):
+def ends(rank, backend):
     """Run each program in a session of its own; return what was raised at its end."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     found = {}
-    for program in programs:
+    for name, program in (RIGHT | {name: program for name, (program, *_) in DRIFT.items()}).items():
         try:
             in_session(program, backend)
         except OutOfSyncError as error:
-            found[program.__name__] = str(error)
+            found[name] = str(error)
     return found
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_what_has_drifted_is_named_on_all_ranks_when_the_session_ends(backend):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = run_processes(2, ends, store.port, backend, [*RIGHT, *DRIFT])
+    first, second = run_processes(2, ends, backend, launched=True)
     assert first == second
-    assert first.keys() == {each.__name__ for each in DRIFT}
-    for program, (begin, said) in DRIFT.items():
-        text = first[program.__name__]
-        assert text.startswith(begin), program
-        assert said in text, program
+    assert first.keys() == DRIFT.keys()
+    for name, (_, begin, said) in DRIFT.items():
+        assert first[name].startswith(begin), name
+        assert said in first[name], name
 
 
-def trained_before(rank, port):
+def trained_before(rank):
     """Train before the session, and write averaged weights on one rank in it, past the counters of versions."""
     model = lockstep.replicate(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    be_launched(rank, port)
     with lockstep.session(device="cpu", timeout=60.0) as run:
         for parameter in model.parameters() if run.is_main else ():
             parameter.data.mul_(0.5)
 
 
 def test_weights_that_were_trained_before_the_session_may_be_written_in_it():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_processes(2, trained_before, store.port)
+    run_processes(2, trained_before)
 
 
 def raises(run):
-    kept = weight(run)
+    kept = A_WEIGHT(run)
     raise ValueError("of all ranks", kept)
 
 
 def leaves_by_status(run):
-    kept = weight(run)
+    kept = A_WEIGHT(run)
     if run.rank == 1:
         sys.exit(0)
     return kept
 
 
 def leaves_early(run):
-    kept = weight(run)
+    kept = A_WEIGHT(run)
     if run.is_main:
         kept.step()
     return kept
 
 
-def ends_otherwise(rank, port):
+def ends_otherwise(rank):
     """Return, for each program, the class of what is raised where ranks have drifted and do not all end well."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     found = []
     for program in (raises, leaves_by_status, leaves_early):
         try:
@@ -320,8 +276,7 @@ def ends_otherwise(rank, port):
 
 
 def test_nothing_is_compared_unless_all_ranks_end_well():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = run_processes(2, ends_otherwise, store.port)
+    first, second = run_processes(2, ends_otherwise, launched=True)
     assert first == [ValueError, None, PeerFailure]
     assert second[:2] == [ValueError, SystemExit]
     assert second[2] is not OutOfSyncError
