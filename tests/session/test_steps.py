@@ -14,7 +14,7 @@ import lockstep
 from lockstep.errors import PeerFailure
 from lockstep.failures.progress import Phase, Progress
 from lockstep.session.step_counter import StepCounter
-from processes import be_launched, on_processes, run_processes
+from processes import on_processes, run_processes
 from small_modules import one_weight
 
 # ---------------------------------------------------------------------------------- what counts
@@ -129,9 +129,8 @@ def test_a_resumed_run_counts_on(counter, module):
         assert counter.step() == number
 
 
-@on_processes(1)
+@on_processes(1, launched=True)
 def test_where_no_module_is_replicated_all_optimizers_count(rank):
-    dist.destroy_process_group()
     with lockstep.session() as run:
         optimizer = sgd(one_weight())
         for number in range(1, 4):
@@ -172,10 +171,8 @@ def test_a_checkpoint_has_the_number_of_steps_in_its_name(tmp_path):
 # ---------------------------------------------------------------------------------- what failures say
 
 
-def plain_loop(rank, port, backend, what):
+def plain_loop(rank, backend, what):
     """Rank 1 does something else in the third step of six."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     with lockstep.session(timeout=60.0, backend=backend):
         model = lockstep.replicate(one_weight())
         optimizer = sgd(model)
@@ -191,29 +188,24 @@ def plain_loop(rank, port, backend, what):
             optimizer.step()
 
 
+LEFT = (
+    "because rank 1 has left the training in good order, while others still needed it, after step {0}: optimizer steps "
+    "made are {0} on rank 1 and {0} on rank 0, in backward now"
+)
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize(
-    ("what", "step", "text"),
+    ("what", "step", "text", "own"),
     [
-        ("raises", 2, "because rank 1 failed after step 2, in training: ValueError: bad batch"),
-        (
-            "ends",
-            2,
-            "because rank 1 has left the training in good order, while others still needed it, after step 2: optimizer "
-            "steps made are 2 on rank 1 and 2 on rank 0, in backward now",
-        ),
-        (
-            "leaves out",
-            5,
-            "because rank 1 has left the training in good order, while others still needed it, after step 5: optimizer "
-            "steps made are 5 on rank 1 and 5 on rank 0, in backward now",
-        ),
+        ("raises", 2, "because rank 1 failed after step {0}, in training: ValueError: bad batch", ValueError),
+        ("ends", 2, LEFT, type(None)),
+        ("leaves out", 5, LEFT, type(None)),
     ],
 )
-def test_failures_in_a_plain_loop_have_a_step(what, step, text, backend):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = run_processes(2, plain_loop, store.port, backend, what, errors=True)
+def test_failures_in_a_plain_loop_have_a_step(what, step, text, own, backend):
+    first, second = run_processes(2, plain_loop, backend, what, errors=True, launched=True)
     assert isinstance(first.error, PeerFailure)
-    assert text in str(first.error)
+    assert text.format(step) in str(first.error)
     assert (first.error.rank, first.error.step) == (1, step)
-    assert isinstance(second.error, ValueError if what == "raises" else type(None))
+    assert isinstance(second.error, own)
