@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -19,11 +20,32 @@ import lockstep
 from lockstep._base.loader_workers import workers_protected
 from lockstep.session import stop_requests
 from lockstep.session.stop_requests import StopRequests
-from processes import on_processes, run_processes
+from processes import in_child, on_processes, run_processes
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs POSIX signals")
 BOTH = [signal.SIGINT, signal.SIGTERM]
 KEPT = []
+
+
+@contextlib.contextmanager
+def taken_over(**options):
+    requests = StopRequests(**options)
+    requests.take_over()
+    try:
+        yield requests
+    finally:
+        requests.end()
+
+
+@contextlib.contextmanager
+def restored():
+    """Afterwards the handlers are those of before."""
+    handlers = [signal.getsignal(number) for number in BOTH]
+    try:
+        yield
+    finally:
+        for number, handler in zip(BOTH, handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def wait_until(true):
@@ -33,33 +55,27 @@ def wait_until(true):
         time.sleep(0.001)
 
 
-def heard(number):
+def heard(rank, number):
     """In a process of its own: a signal comes while the main thread waits in a collective, in C."""
-    requests = StopRequests(name="rank 0")
-    requests.take_over()
-    assert requests.requested is None
     store = dist.HashStore()
+    with taken_over(name="rank 0") as requests:
+        assert requests.requested is None
 
-    def looks():
-        os.kill(os.getpid(), number)
-        wait_until(lambda: requests.requested)
-        store.set("requested", requests.requested)
+        def looks():
+            os.kill(os.getpid(), number)
+            wait_until(lambda: requests.requested)
+            store.set("requested", requests.requested)
 
-    thread = threading.Thread(target=looks)
-    thread.start()
-    store.wait(["requested"])  # no Python runs here before it is set
-    thread.join()
-    requests.end()
+        thread = threading.Thread(target=looks)
+        thread.start()
+        store.wait(["requested"])  # no Python runs here before it is set
+        thread.join()
     return requests.requested
-
-
-def heard_in_rank(rank, number):
-    return heard(number)
 
 
 @pytest.mark.parametrize("number", BOTH)
 def test_a_signal_is_a_request_at_once_even_while_the_main_thread_waits_in_c(number):
-    [outcome] = run_processes(1, heard_in_rank, number, errors=True)
+    [outcome] = run_processes(1, heard, number, errors=True)
     assert outcome.result == signal.Signals(number).name
     assert f"rank 0 has received {signal.Signals(number).name}: training stops" in outcome.stderr
 
@@ -96,14 +112,10 @@ def test_a_signal_that_comes_again_and_again_ends_the_process_even_while_it_wait
 
 
 def test_the_same_signal_from_a_terminal_and_a_launcher_is_one_request():
-    requests = StopRequests()
-    requests.take_over()
-    try:
+    with taken_over() as requests:
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         wait_until(lambda: requests.requested)
-    finally:
-        requests.end()
     assert requests.requested == "SIGINT"
 
 
@@ -130,41 +142,31 @@ def test_until_it_is_taken_over_and_after_the_end_all_is_as_it_was():
 
 def test_what_the_program_had_installed_still_works_and_is_put_back():
     called = []
-    handlers = [signal.signal(number, lambda number, _: called.append(number)) for number in BOTH]
     read, written = socket.socketpair()
     written.setblocking(False)
-    signal.set_wakeup_fd(written.fileno())
-    before = state()
-    requests = StopRequests()
-    try:
-        requests.take_over()
-        signal.raise_signal(signal.SIGTERM)
-        assert called == [signal.SIGTERM]
-        assert read.recv(1) == bytes([signal.SIGTERM])
-        wait_until(lambda: requests.requested == "SIGTERM")
-        requests.end()
-        assert state() == before
-    finally:
-        signal.set_wakeup_fd(-1)
-        for number, handler in zip(BOTH, handlers, strict=True):
-            signal.signal(number, handler)
-        read.close()
-        written.close()
+    with read, written, restored():
+        for number in BOTH:
+            signal.signal(number, lambda number, _: called.append(number))
+        signal.set_wakeup_fd(written.fileno())
+        try:
+            before = state()
+            with taken_over() as requests:
+                signal.raise_signal(signal.SIGTERM)
+                assert called == [signal.SIGTERM]
+                assert read.recv(1) == bytes([signal.SIGTERM])
+                wait_until(lambda: requests.requested == "SIGTERM")
+            assert state() == before
+        finally:
+            signal.set_wakeup_fd(-1)
 
 
 def test_what_the_program_installs_meanwhile_stays_and_what_it_ignores_stays_ignored():
-    handlers = [signal.getsignal(number) for number in BOTH]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = StopRequests()
-    try:
-        requests.take_over()
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        signal.signal(signal.SIGTERM, test_what_the_program_had_installed_still_works_and_is_put_back)
-        requests.end()
-        assert signal.getsignal(signal.SIGTERM) is test_what_the_program_had_installed_still_works_and_is_put_back
-    finally:
-        for number, handler in zip(BOTH, handlers, strict=True):
-            signal.signal(number, handler)
+    with restored():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with taken_over():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            signal.signal(signal.SIGTERM, wait_until)
+        assert signal.getsignal(signal.SIGTERM) is wait_until
 
 
 def test_another_thread_cannot_take_over_and_says_so():
@@ -211,29 +213,25 @@ def test_a_time_limit_is_a_request_and_the_first_reason_counts():
 
 
 def test_a_forked_process_does_as_it_did_and_its_parent_hears_nothing():
-    requests = StopRequests()
-    requests.take_over()
-    sockets = requests._sockets
-    try:
+    with taken_over() as requests:
+        sockets = requests._sockets
+
+        def child(number):
+            try:
+                if signal.pthread_sigmask(signal.SIG_BLOCK, ()) or any(each.fileno() >= 0 for each in sockets):
+                    return 9
+                os.kill(os.getpid(), number)
+                return 1
+            except KeyboardInterrupt:
+                return 2
+
         for number in BOTH:
-            child = os.fork()
-            if child == 0:
-                try:
-                    if signal.pthread_sigmask(signal.SIG_BLOCK, ()) or any(each.fileno() >= 0 for each in sockets):
-                        os._exit(9)
-                    os.kill(os.getpid(), number)
-                    os._exit(1)
-                except KeyboardInterrupt:
-                    os._exit(2)
-            status = os.waitpid(child, 0)[1]
-            assert os.waitstatus_to_exitcode(status) == (2 if number == signal.SIGINT else -number)
+            assert in_child(lambda number=number: child(number)) == (2 if number == signal.SIGINT else -number)
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
         assert requests.requested is None
         signal.raise_signal(signal.SIGTERM)  # heard after all that the children have sent
         wait_until(lambda: requests.requested)
         assert requests.requested == "SIGTERM"
-    finally:
-        requests.end()
 
 
 class Numbers(Dataset):
@@ -255,18 +253,17 @@ class Numbers(Dataset):
 @on_processes(1)
 def test_loader_workers_outlive_a_signal_to_all(rank, method):
     os.setpgid(0, 0)  # the signal is for this process and its workers alone
-    requests = StopRequests()
     loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method)
     batches = iter(lockstep.batches(loader))
     seen = next(batches).tolist()
-    requests.take_over()  # as run.should_stop does, inside of the loop
-    pids = [worker.pid for worker in multiprocessing.active_children()]
-    for number in BOTH:
-        os.killpg(0, number)
-    wait_until(lambda: requests.requested)
-    seen += torch.cat(list(batches)).tolist()
-    requests.end()
-    assert (seen == list(range(200)), [os.path.exists(f"/proc/{pid}") for pid in pids]) == (True, [False, False])
+    with taken_over() as requests:  # as run.should_stop does, inside of the loop
+        pids = [worker.pid for worker in multiprocessing.active_children()]
+        for number in BOTH:
+            os.killpg(0, number)
+        wait_until(lambda: requests.requested)
+        seen += torch.cat(list(batches)).tolist()
+    assert seen == list(range(200))
+    assert [os.path.exists(f"/proc/{pid}") for pid in pids] == [False, False]
 
 
 def ends_with_a_stuck_worker(rank):
