@@ -24,6 +24,12 @@ from processes import on_processes, run_processes
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29511"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+ALLOCATION = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_NTASKS": "5",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+}
 SLURM = {
     "SLURM_JOB_ID": "1234",
     "SLURM_NTASKS": "5",
@@ -36,19 +42,27 @@ SLURM = {
     "SLURM_STEP_NODELIST": "gpu[007-008,011]",
 }
 DAEMONS = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-ALLOCATION = {
-    "SLURM_JOB_ID": "1234",
-    "SLURM_NTASKS": "5",
-    "SLURM_JOB_NUM_NODES": "3",
-    "SLURM_TASKS_PER_NODE": "2(x2),1",
-}
-PMI = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3"}
+
+
+def variables_of(names, *numbers):
+    return dict(zip(names.split(), map(str, numbers), strict=True))
+
+
+def by_mpi(rank, world, local_rank, local_size, prefix="OMPI_COMM_WORLD"):
+    names = f"{prefix}_RANK {prefix}_SIZE {prefix}_LOCAL_RANK {prefix}_LOCAL_SIZE"
+    return variables_of(names, rank, world, local_rank, local_size)
+
+
+def by_mpich(rank, world, local_rank, local_size):
+    return variables_of("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", rank, world, local_rank, local_size)
+
+
+def by_slurm(rank, world, local_rank, local_size):
+    names = "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE SLURM_NODEID"
+    return SLURM | variables_of(names, rank, world, local_rank, local_size, 0)
+
+
+OPEN_MPI, PMI = by_mpi(3, 4, 1, 2), by_mpich(1, 3, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -75,41 +89,24 @@ def test_what_a_launcher_says(variables, place):
 
 RECORDED = {
     "Open MPI 5.0.11": """
-        OMPI_COMM_WORLD_LOCAL_RANK=1
-        OMPI_COMM_WORLD_LOCAL_SIZE=3
-        OMPI_COMM_WORLD_NODE_RANK=1
-        OMPI_COMM_WORLD_RANK=1
-        OMPI_COMM_WORLD_SIZE=3
-        OMPI_UNIVERSE_SIZE=4
-        OMPI_WORLD_LOCAL_SIZE=3
-        OMPI_WORLD_SIZE=3
-        PMIX_NAMESPACE=prterun-node0-26491@1
-        PMIX_RANK=1
-        PMIX_VERSION=5.0.11rc1
-        PRTE_LAUNCHED=1
+        OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=3 OMPI_COMM_WORLD_NODE_RANK=1 OMPI_COMM_WORLD_RANK=1
+        OMPI_COMM_WORLD_SIZE=3 OMPI_UNIVERSE_SIZE=4 OMPI_WORLD_LOCAL_SIZE=3 OMPI_WORLD_SIZE=3
+        PMIX_NAMESPACE=prterun-node0-26491@1 PMIX_RANK=1 PMIX_VERSION=5.0.11rc1 PRTE_LAUNCHED=1
     """,
-    "MPICH": """
-        MPI_LOCALNRANKS=3
-        MPI_LOCALRANKID=1
-        PMI_FD=10
-        PMI_HOSTNAME=node0
-        PMI_RANK=1
-        PMI_SIZE=3
-    """,
+    "MPICH": "MPI_LOCALNRANKS=3 MPI_LOCALRANKID=1 PMI_FD=10 PMI_HOSTNAME=node0 PMI_RANK=1 PMI_SIZE=3",
 }
 """What launchers have set for the second of three processes, in their own words."""
 
 
 @pytest.mark.parametrize("launcher", RECORDED)
 def test_what_launchers_have_set(launcher):
-    place = read_environment(dict(line.strip().split("=") for line in RECORDED[launcher].strip().splitlines()))
+    place = read_environment(dict(variable.split("=") for variable in RECORDED[launcher].split()))
     assert (place.rank, place.world_size, place.local_rank, place.is_one_host, place.alone) == (1, 3, 1, True, False)
 
 
 @pytest.mark.parametrize("launcher", ["OMPI_COMM_WORLD", "MV2_COMM_WORLD"])
 def test_ranks_of_one_host_need_no_address(launcher):
-    names = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
-    place = read_environment({f"{launcher}_{name}": value for name, value in names.items()})
+    place = read_environment(by_mpi(1, 2, 1, 2, launcher))
     assert (place.rank, place.world_size, place.local_rank, place.is_one_host, place.address) == (1, 2, 1, True, "")
     assert place.run.startswith(f"{os.getppid()}-")
 
@@ -232,42 +229,18 @@ def test_the_first_host_of_a_list(hosts, first):
     assert first_host(hosts) == first
 
 
-def test_tasks_of_hosts():
-    assert tasks_of_hosts("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_of_hosts("4") == [4]
-    assert tasks_of_hosts("") == []
+@pytest.mark.parametrize(("text", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("", [])])
+def test_tasks_of_hosts(text, tasks):
+    assert tasks_of_hosts(text) == tasks
 
 
-def by_open_mpi(rank, world):
-    names = {"RANK": rank, "SIZE": world, "LOCAL_RANK": rank, "LOCAL_SIZE": world}
-    return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+LAUNCHERS = {"Open MPI": by_mpi, "MPICH": by_mpich, "SLURM": by_slurm}
 
 
-def by_mpich(rank, world):
-    return {"PMI_RANK": rank, "PMI_SIZE": world, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": world}
-
-
-def by_slurm(rank, world):
-    return SLURM | {
-        "SLURM_PROCID": rank,
-        "SLURM_STEP_NUM_TASKS": world,
-        "SLURM_LOCALID": rank,
-        "SLURM_NODEID": 0,
-        "SLURM_STEP_TASKS_PER_NODE": world,
-    }
-
-
-def of_launcher(launcher, rank, world):
-    """Variables as a launcher sets them, with a folder for what its ranks tell each other."""
-    return {name: str(value) for name, value in launcher(rank, world).items()}
-
-
-def meets(rank, launcher, folder, **options):
-    """In each of two sessions: the rank's place, and a mean over the ranks."""
-    dist.destroy_process_group()
-    os.environ.update(of_launcher(globals()[launcher], rank.rank, rank.world))
-    tempfile.tempdir = folder
-    return [trains(**options) for _ in range(2)]
+def be_started(launcher, rank, world, folder):
+    """Become a rank of a launcher on this host, in whose folder ranks tell each other."""
+    os.environ.update(LAUNCHERS[launcher](rank, world, rank, world))
+    tempfile.tempdir = str(folder)
 
 
 def trains(**options):
@@ -277,45 +250,56 @@ def trains(**options):
         return run.rank, run.world_size, run.local_rank, model.weight.grad[0, 0].item()
 
 
-@pytest.mark.parametrize("launcher", ["by_open_mpi", "by_mpich", "by_slurm"])
+def meets(rank, launcher, folder):
+    """In each of two sessions: the rank's place, and a mean over the ranks."""
+    dist.destroy_process_group()
+    be_started(launcher, rank.rank, rank.world, folder)
+    return [trains() for _ in range(2)]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_processes_of_one_host_meet_twice_and_leave_nothing(launcher, tmp_path):
-    assert run_processes(3, meets, launcher, str(tmp_path)) == [[(rank, 3, rank, 1.0)] * 2 for rank in range(3)]
+    assert run_processes(3, meets, launcher, tmp_path) == [[(rank, 3, rank, 1.0)] * 2 for rank in range(3)]
     assert [list(each.iterdir()) for each in tmp_path.iterdir()] == [[]]
 
 
-def test_what_a_killed_job_has_left_does_not_matter(tmp_path):
-    """A file that nobody has locked is of a process that has ended."""
+@pytest.fixture
+def folder_of_ranks(tmp_path):
+    """The folder in which ranks of one host meet."""
     folder = tmp_path / f"lockstep-{os.getuid()}"
     folder.mkdir(mode=0o700)
-    (folder / "1234.2").write_text("9\n")
-    assert run_processes(2, meets, "by_slurm", str(tmp_path))[0] == [(0, 2, 0, 0.5)] * 2
+    return folder
 
 
-def fails(rank, launcher, folder, world):
+def test_what_a_killed_job_has_left_does_not_matter(folder_of_ranks, tmp_path):
+    """A file that nobody has locked is of a process that has ended."""
+    (folder_of_ranks / "1234.2").write_text("9\n")
+    assert run_processes(2, meets, "SLURM", tmp_path)[0] == [(0, 2, 0, 0.5)] * 2
+
+
+def comes_alone(rank, folder):
     dist.destroy_process_group()
-    os.environ.update(of_launcher(globals()[launcher], rank.rank + world - 1, world))
-    tempfile.tempdir = folder
+    be_started("MPICH", 1, 2, folder)
     with pytest.raises(CommunicationError) as raised, lockstep.session(timeout=1.0):
         pass
     return str(raised.value)
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
-    [told] = run_processes(1, fails, "by_mpich", str(tmp_path), 2)
+    [told] = run_processes(1, comes_alone, tmp_path)
     assert told.startswith("rank 1: rank 0 of 2 did not come within 1 s; look at the errors of that process. The ranks")
 
 
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
-    (tmp_path / f"lockstep-{os.getuid()}").mkdir()
-    (tmp_path / f"lockstep-{os.getuid()}").chmod(0o777)
-    [told] = run_processes(1, fails, "by_mpich", str(tmp_path), 2)
+def test_a_folder_that_others_can_write_to_is_refused(folder_of_ranks, tmp_path):
+    folder_of_ranks.chmod(0o777)
+    [told] = run_processes(1, comes_alone, tmp_path)
     assert told.startswith(f"the ranks cannot meet in {tmp_path}/lockstep-")
 
 
 @on_processes(1)
 def test_alone_is_alone_whatever_the_environment_says(rank):
     dist.destroy_process_group()
-    os.environ.update(of_launcher(by_mpich, 1, 2) | {"MASTER_ADDR": "nowhere"})
+    os.environ.update(PMI | {"MASTER_ADDR": "nowhere"})
     assert trains(alone=True) == (0, 1, 0, 0.0)
 
 
@@ -356,8 +340,7 @@ def test_jobs_beside_each_other_do_not_meet(tmp_path):
 def loses_a_rank(rank, folder):
     """As under mpirun, which ends all processes as soon as it has noticed that one has ended."""
     dist.destroy_process_group()
-    os.environ.update(of_launcher(by_mpich, rank.rank, rank.world))
-    tempfile.tempdir = folder
+    be_started("MPICH", rank.rank, rank.world, folder)
     with lockstep.session(timeout=60.0) as run:
         model = lockstep.replicate(nn.Linear(2, 1))
         model(torch.ones(1, 2)).sum().backward()
@@ -372,7 +355,7 @@ def loses_a_rank(rank, folder):
 
 
 def test_a_rank_says_why_before_mpirun_ends_it(tmp_path):
-    first, second = run_processes(2, loses_a_rank, str(tmp_path), errors=True)
+    first, second = run_processes(2, loses_a_rank, tmp_path, errors=True)
     assert second.returncode == -signal.SIGKILL
     assert isinstance(first.error, lockstep.errors.PeerFailure)
     assert "rank 0 stops, because rank 1" in first.stderr
