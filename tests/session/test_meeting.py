@@ -19,6 +19,19 @@ from lockstep.session.environment import Environment
 from processes import be_launched, run_processes
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def of_two(rank, port, address="127.0.0.1", **more):
+    return Environment(rank=rank, world_size=2, address=address, port=port, **more)
+
+
+def store_of(environment):
+    return meeting._connect(environment, timedelta(seconds=40))
+
+
 def test_pytorchs_attempts_to_connect_end_with_the_time_out(monkeypatch):
     """Where nobody listens, PyTorch tries for twice as long as it is told, on a thread that nothing can end."""
     asked = []
@@ -28,10 +41,7 @@ def test_pytorchs_attempts_to_connect_end_with_the_time_out(monkeypatch):
         return dist.TCPStore(*args, timeout=timeout, **options)
 
     monkeypatch.setattr(meeting, "TCPStore", store)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = Environment(rank=0, world_size=2, address="127.0.0.1", port=port)
-    made = meeting._connect(environment, timedelta(seconds=40))
+    made = store_of(of_two(0, free_port()))
     assert asked == [timedelta(seconds=20)]
     assert made.timeout == timedelta(seconds=40)
 
@@ -50,33 +60,26 @@ def listens_everywhere(port):
     ("address", "on_host", "everywhere"), [("127.0.0.1", 0, False), ("localhost", 2, False), ("localhost", 1, True)]
 )
 def test_the_store_listens_on_loopback_if_all_ranks_are_there(address, on_host, everywhere):
-    environment = Environment(rank=0, world_size=2, local_world_size=on_host, address=address, port=0)
-    store = meeting._connect(environment, timedelta(seconds=40))
+    store = store_of(of_two(0, 0, address, local_world_size=on_host))
     assert listens_everywhere(store.port) == everywhere
     store.set("key", "value")
-    again = meeting._connect(Environment(rank=1, world_size=2, address=address, port=store.port), timedelta(seconds=40))
-    assert again.get("key") == b"value"
+    assert store_of(of_two(1, store.port, address)).get("key") == b"value"
 
 
 def test_two_sessions_of_a_process_share_a_store():
-    environment = Environment(rank=0, world_size=2, address="127.0.0.1", port=0)
-    store = meeting._connect(environment, timedelta(seconds=40))
-    environment = Environment(rank=0, world_size=2, address="127.0.0.1", port=store.port)
+    store = store_of(of_two(0, 0))
     store.set("key", "value")
-    assert meeting._connect(environment, timedelta(seconds=40)).get("key") == b"value"
+    assert store_of(of_two(0, store.port)).get("key") == b"value"
 
 
 def test_a_rank_that_waits_for_the_store_names_it(monkeypatch, caplog):
     monkeypatch.setattr(telling, "FIRST_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = Environment(rank=1, world_size=2, address="127.0.0.1", port=port)
+    port = free_port()
     with pytest.raises(CommunicationError, match="rank 0 of 2, at whose store"):
-        meeting._wait_for_store(environment, 0.5)
+        meeting._wait_for_store(of_two(1, port), 0.5)
     (told,) = caplog.messages
-    assert told.startswith(
-        f"rank 1 waits for rank 0 of 2 to come: nobody answers at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
-    )
+    at = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    assert told.startswith(f"rank 1 waits for rank 0 of 2 to come: nobody answers at {at}")
 
 
 def first_gives_up_first(rank, port):
@@ -92,8 +95,6 @@ def first_gives_up_first(rank, port):
 
 
 def test_a_rank_that_never_comes_is_named_although_the_store_ends_with_rank_0():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    first, _, last = run_processes(3, first_gives_up_first, port, errors=True)
+    first, _, last = run_processes(3, first_gives_up_first, free_port(), errors=True)
     for each in (first, last):
         assert str(each.error).startswith("rank 1 of 3 did not come within 1 s"), each
