@@ -23,6 +23,7 @@ from lockstep.failures.hosts import Hosts
 from lockstep.failures.messenger import Messenger
 from lockstep.failures.progress import Progress, Snapshot
 from lockstep.failures.ring import Connection, Meeting, Place, encoded
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 SOON = 30.0  # ends what hangs
@@ -37,11 +38,28 @@ def channel(store, rank, timeout=SOON):
     return FailureChannel(dist.PrefixStore("test", store), rank.rank, range(rank.world), progress, "here", timeout)
 
 
+@contextlib.contextmanager
+def met(store, rank):
+    """A rank's channel, which it leaves in good order when all others do."""
+    this = channel(store, rank)
+    yield this
+    this.announce_end()
+    assert this.wait_for_others(SOON)
+    this.close()
+
+
 def raised(this):
     """The failure that the channel raises, when there is one."""
     assert this._known.wait(SOON)
     with pytest.raises(PeerFailure) as caught:
         this.check()
+    return caught.value
+
+
+def not_met(store, rank, errors=PeerFailure, **options):
+    """The error with which a rank does not meet the others."""
+    with pytest.raises(errors) as caught:
+        channel(store, rank, **options)
     return caught.value
 
 
@@ -61,26 +79,21 @@ def test_an_error_that_a_device_reports_later_may_be_of_an_earlier_step(in_batch
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_an_exception_of_one_rank_is_raised_on_all_others_with_its_traceback(world):
-    store, have_met = dist.HashStore(), threading.Barrier(world)
+def test_an_exception_of_one_rank_is_raised_on_all_others_with_its_traceback(world, store):
+    have_met = threading.Barrier(world)
 
     def train(rank):
-        this = channel(store, rank)
-        have_met.wait(SOON)
-        this.progress.step, this.progress.current_phase = 12, "forward"
-        found = None
-        if rank.rank == 1:
+        with met(store, rank) as this:
+            have_met.wait(SOON)
+            this.progress.step, this.progress.current_phase = 12, "forward"
+            if rank.rank != 1:
+                return raised(this)
             try:
                 raise ValueError("of rank 1")
             except ValueError as error:
                 this.report(of_exception(error, this.progress.read()))
             this.check()  # its own is not another's
-        else:
-            found = raised(this)
-        this.announce_end()
-        assert this.wait_for_others(SOON)
-        this.close()
-        return found
+            return None
 
     for rank, failure in enumerate(run_ranks(world, train)):
         if rank != 1:
@@ -98,15 +111,15 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("kind", HUGE)
-def test_an_exception_with_a_huge_message_is_told_with_both_ends(kind):
-    store, have_met, text = dist.HashStore(), threading.Barrier(2), HUGE[kind] + " the end"
+@pytest.mark.parametrize("text", HUGE.values(), ids=HUGE)
+def test_an_exception_with_a_huge_message_is_told_with_both_ends(text, store):
+    have_met, text = threading.Barrier(2), text + " the end"
 
     def train(rank):
-        this = channel(store, rank)
-        have_met.wait(SOON)
-        found = None
-        if rank.rank == 1:
+        with met(store, rank) as this:
+            have_met.wait(SOON)
+            if rank.rank == 0:
+                return raised(this)
             try:
                 try:
                     raise ValueError(text)
@@ -114,12 +127,7 @@ def test_an_exception_with_a_huge_message_is_told_with_both_ends(kind):
                     raise KeyError(text)
             except KeyError as error:
                 this.report(of_exception(error, this.progress.read()))
-        else:
-            found = raised(this)
-        this.announce_end()
-        assert this.wait_for_others(SOON)
-        this.close()
-        return found
+            return None
 
     failure = run_ranks(2, train)[0]
     assert failure.rank == 1
@@ -133,20 +141,16 @@ def test_an_exception_with_a_huge_message_is_told_with_both_ends(kind):
     str(failure).encode()  # as whoever prints it does
 
 
-def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all():
-    store, have_met = dist.HashStore(), threading.Barrier(4)
+def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all(store):
+    have_met = threading.Barrier(4)
 
     def train(rank):
-        this = channel(store, rank)
-        have_met.wait(SOON)
-        if rank.rank in (1, 2):
-            this.report(Failure(rank.rank, Kind.RAISED, 1, "forward", f"of rank {rank.rank}"))
-        assert this._known.wait(SOON)
-        told, first = this.failure, this._log.read()[0]
-        this.announce_end()
-        this.wait_for_others(SOON)
-        this.close()
-        return told and told.rank, first.rank
+        with met(store, rank) as this:
+            have_met.wait(SOON)
+            if rank.rank in (1, 2):
+                this.report(Failure(rank.rank, Kind.RAISED, 1, "forward", f"of rank {rank.rank}"))
+            assert this._known.wait(SOON)
+            return this.failure and this.failure.rank, this._log.read()[0].rank
 
     told = run_ranks(4, train)
     first = told[0][1]
@@ -155,21 +159,19 @@ def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_whose_connections_end_without_a_word_has_ended(world):
-    store, have_met = dist.HashStore(), threading.Barrier(world)
+def test_a_rank_whose_connections_end_without_a_word_has_ended(world, store):
+    have_met = threading.Barrier(world)
 
     def train(rank):
-        this = channel(store, rank)
-        have_met.wait(SOON)
         if rank.rank == 1:
+            this = channel(store, rank)
+            have_met.wait(SOON)
             this.progress.step, this.progress.current_phase = 3, "backward"
             this.close()
             return None
-        found = raised(this)
-        this.announce_end()
-        assert this.wait_for_others(SOON)
-        this.close()
-        return str(found)
+        with met(store, rank) as this:
+            have_met.wait(SOON)
+            return str(raised(this))
 
     for rank, message in enumerate(run_ranks(world, train)):
         if rank != 1:
@@ -178,48 +180,39 @@ def test_a_rank_whose_connections_end_without_a_word_has_ended(world):
             assert message.endswith("after step 3, in backward")
 
 
-def test_who_leaves_in_order_fails_for_nobody_but_those_who_wait_for_it():
-    store = dist.HashStore()
-
-    def train(rank):
-        this = channel(store, rank)
-        this.progress.step = 7
-        if rank.rank == 1:
-            this.announce_end()
-            assert not this.wait_for_others(0.1)
-            this.wait_for_others(SOON)
-            this.close()
-            return this.failure is not None
-        began, found = time.monotonic(), ""
-        with pytest.raises(PeerFailure, match=f"rank {rank.rank} stops, because rank 1 has left .* after step 7"):
-            while time.monotonic() < began + SOON:
-                this.check()
-                this.check_waiting([2, 0], began)
-                this.check_waiting([0, 1, 2] if rank.rank == 0 or found else [], began)
-                time.sleep(0.01)
+@on_ranks(3)
+def test_who_leaves_in_order_fails_for_nobody_but_those_who_wait_for_it(rank, store):
+    this = channel(store, rank)
+    this.progress.step = 7
+    if rank.rank == 1:
         this.announce_end()
+        assert not this.wait_for_others(0.1)
         this.wait_for_others(SOON)
         this.close()
-        return this.failure.kind
-
-    assert run_ranks(3, train) == [Kind.LEFT, False, Kind.LEFT]
-
-
-def test_all_leave_in_order():
-    store = dist.HashStore()
-
-    def train(rank):
-        this = channel(store, rank)
-        this.announce_end()
-        assert this.wait_for_others(SOON)
-        this.close()
-        assert this._messenger.close()  # its thread has ended
-        return this.failure, this._log.entries
-
-    assert run_ranks(4, train) == [(None, [])] * 4
+        assert this.failure is None
+        return
+    began = time.monotonic()
+    with pytest.raises(PeerFailure, match=f"rank {rank.rank} stops, because rank 1 has left .* after step 7"):
+        while time.monotonic() < began + SOON:
+            this.check()
+            this.check_waiting([2, 0], began)
+            this.check_waiting([0, 1, 2] if rank.rank == 0 else [], began)
+            time.sleep(0.01)
+    this.announce_end()
+    this.wait_for_others(SOON)
+    this.close()
+    assert this.failure.kind is Kind.LEFT
 
 
-def test_ranks_meet_and_leave_while_a_program_has_many_files_open():
+@on_ranks(4)
+def test_all_leave_in_order(rank, store):
+    with met(store, rank) as this:
+        pass
+    assert this._messenger.close()  # its thread has ended
+    assert (this.failure, this._log.entries) == (None, [])
+
+
+def test_ranks_meet_and_leave_while_a_program_has_many_files_open(store):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != hard < 4096:
         pytest.skip("this system allows fewer descriptors")
@@ -229,13 +222,10 @@ def test_ranks_meet_and_leave_while_a_program_has_many_files_open():
         while (number := os.open(os.devnull, os.O_RDONLY)) < 1024:
             stack.callback(os.close, number)
         stack.callback(os.close, number)
-        store = dist.HashStore()
 
         def train(rank):
-            this = channel(store, rank)
-            this.announce_end()
-            assert this.wait_for_others(SOON)
-            this.close()
+            with met(store, rank) as this:
+                pass
             return this._messenger._listener.fileno()
 
         assert run_ranks(3, train) == [-1] * 3  # closed, at the very end
@@ -246,30 +236,21 @@ def meeting(store, rank, world):
 
 
 @pytest.mark.parametrize(("world", "victim"), [(3, 1), (4, 3)])
-def test_a_rank_that_fails_before_all_have_met_is_named(world, victim):
-    store = dist.HashStore()
-
+def test_a_rank_that_fails_before_all_have_met_is_named(world, victim, store):
     def train(rank):
         if rank.rank == victim:
             return meeting(store, victim, world).close()
-        with pytest.raises(PeerFailure) as caught:
-            channel(store, rank)
-        return caught.value.rank, caught.value.phase
+        return not_met(store, rank)
 
-    assert [told or (victim, "start-up") for told in run_ranks(world, train)] == [(victim, "start-up")] * world
+    for rank, error in enumerate(run_ranks(world, train)):
+        assert rank == victim or (error.rank, error.phase) == (victim, "start-up")
 
 
-def test_a_rank_that_fails_before_its_previous_rank_has_come_is_named_by_the_next():
-    store = dist.HashStore()
-
+def test_a_rank_that_fails_before_its_previous_rank_has_come_is_named_by_the_next(store):
     def train(rank):
         if rank.rank == 0:
-            return meeting(store, 0, 3).close()
-        if rank.rank == 2:
-            return None
-        with pytest.raises(PeerFailure) as caught:
-            channel(store, rank)
-        return caught.value.rank
+            meeting(store, 0, 3).close()
+        return not_met(store, rank).rank if rank.rank == 1 else None
 
     assert run_ranks(3, train) == [None, 0, None]
 
@@ -299,9 +280,7 @@ def test_if_the_store_fails_with_a_rank_no_other_rank_is_blamed(victim, monkeypa
             for each in known:
                 each.close()
             return None
-        with pytest.raises((CommunicationError, PeerFailure)) as caught:
-            channel(store, rank)
-        return str(caught.value)
+        return str(not_met(store, rank, (CommunicationError, PeerFailure)))
 
     told = {rank: message for rank, message in enumerate(run_ranks(4, train)) if rank != victim}
     for rank, message in told.items():
@@ -309,18 +288,18 @@ def test_if_the_store_fails_with_a_rank_no_other_rank_is_blamed(victim, monkeypa
         assert named or "that is rank 0, unless a launcher hosts it" in message, told
 
 
-def test_of_ranks_that_have_come_none_is_blamed_for_a_time_out():
-    store, over = dist.HashStore(), threading.Event()
+def test_of_ranks_that_have_come_none_is_blamed_for_a_time_out(store):
+    over = threading.Event()
 
     def train(rank):
         if rank.rank == 2:  # listens, and does no more
             this = meeting(store, 2, 4)
             assert over.wait(SOON)
             return this.close()
-        with pytest.raises(CommunicationError) as caught:
-            channel(store, rank, timeout=0.3 if rank.rank == 0 else SOON)  # rank 0 has met both of its neighbours
+        timeout = 0.3 if rank.rank == 0 else SOON  # rank 0 has met both of its neighbours
+        error = not_met(store, rank, CommunicationError, timeout=timeout)
         over.set()
-        return str(caught.value)
+        return str(error)
 
     text = "not all of 4 ranks had connected to each other after 0.3 s; look at the errors of all of them"
     assert run_ranks(4, train) == [text, text, None, text]
@@ -370,8 +349,8 @@ def test_who_waits_until_its_messages_are_sent_waits_for_those_that_are_queued()
     this.close_connections()
 
 
-def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come():
-    store, reached = dist.HashStore(), threading.Event()
+def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come(store):
+    reached = threading.Event()
 
     def train(rank):
         if rank.rank == 1:
@@ -380,21 +359,18 @@ def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_c
                 this._listen()
             this._listener.setblocking(True)
             this._listener.accept()[0].close()
-            this.close()
-            return None
+            return this.close()
         if rank.rank == 2:
             assert reached.wait(SOON)
             return None
-        with pytest.raises(PeerFailure) as caught:
-            channel(store, rank)
+        error = not_met(store, rank)
         reached.set()
-        return caught.value.rank, caught.value.phase
+        return error.rank, error.phase
 
     assert run_ranks(3, train) == [(1, "start-up"), None, None]
 
 
-def test_a_link_that_is_lost_in_the_start_is_no_end_of_a_rank():
-    store = dist.HashStore()
+def test_a_link_that_is_lost_in_the_start_is_no_end_of_a_rank(store):
     here, other = meeting(store, 0, 2), meeting(store, 1, 2)
     here._listen()
     with socket.create_connection((here._own.ip, here._own.port)) as connected:
@@ -408,25 +384,17 @@ def test_a_link_that_is_lost_in_the_start_is_no_end_of_a_rank():
     other.close()
 
 
-def test_a_link_that_is_lost_before_a_rank_has_told_its_place_is_no_end_of_it():
-    store = dist.HashStore()
-
-    def train(rank):
-        this = channel(store, rank)
+@on_ranks(2)
+def test_a_link_that_is_lost_before_a_rank_has_told_its_place_is_no_end_of_it(rank, store):
+    with met(store, rank) as this:
         if rank.rank == 0:
             this.pages.clear()
             this._here.discard(1)
             this.places[1] = dataclasses.replace(this.places[1], host="another")
             this._tell_of_loss(1, OSError(errno.ETIMEDOUT, ""))
-        found = raised(this) if rank.rank == 0 else None
-        this.announce_end()
-        assert this.wait_for_others(SOON)
-        this.close()
-        return found
-
-    failure = run_ranks(2, train)[0]
-    assert failure.rank == 1
-    assert "has heard nothing from" in failure.reason
+            failure = raised(this)
+            assert failure.rank == 1
+            assert "has heard nothing from" in failure.reason
 
 
 @pytest.mark.parametrize(("gone", "ended"), [([2], [2]), ([2, 4], [2, 3, 4]), ([2, 3], [2, 3]), ([5], [5])])
@@ -438,55 +406,42 @@ def test_a_host_is_gone_if_both_of_its_ends_in_the_ring_are(gone, ended):
     assert this.ended == set(ended)
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_time_out():
-    store = dist.HashStore()
-
-    def train(rank):
-        if rank.rank != 1:
-            with pytest.raises(CommunicationError, match=r"^rank 1 of 3 did not come within 0\.3 s"):
-                channel(store, rank, timeout=0.3)
-
-    run_ranks(3, train)
+@on_ranks(3)
+def test_a_rank_that_does_not_come_is_named_after_the_time_out(rank, store):
+    if rank.rank != 1:
+        error = not_met(store, rank, CommunicationError, timeout=0.3)
+        assert str(error).startswith("rank 1 of 3 did not come within 0.3 s")
 
 
-def test_ranks_that_wait_say_for_whom(monkeypatch, caplog):
-    store = dist.HashStore()
+def test_ranks_that_wait_say_for_whom(monkeypatch, caplog, store):
     monkeypatch.setattr(telling, "FIRST_SECONDS", 0.1)
 
     def train(rank):
-        if rank.rank == 1:
-            while len(caplog.messages) < 2:
-                time.sleep(0.01)
-        this = channel(store, rank)
-        this.announce_end()
-        assert this.wait_for_others(SOON)
-        this.close()
+        while rank.rank == 1 and len(caplog.messages) < 2:
+            time.sleep(0.01)
+        with met(store, rank):
+            pass
 
     run_ranks(3, train)
     told = {text for text in caplog.messages if "to come" in text}
     assert told == {f"rank {rank} waits for rank 1 of 3 to come; ranks 0, 2 are here" for rank in (0, 2)}
 
 
-def test_who_gives_up_first_is_not_taken_for_the_one_that_did_not_come():
-    store = dist.HashStore()
-
-    def train(rank):
-        if rank.rank == 3:
-            return None
-        with pytest.raises((CommunicationError, PeerFailure)) as caught:
-            this = channel(store, rank, timeout=0.3 if rank.rank == 2 else SOON)
-            found = raised(this)  # it had met both of its neighbours
-            this.close()
-            raise found
-        return str(caught.value)
-
-    for message in run_ranks(4, train)[:3]:
-        assert "rank 3 of 4 did not come within 0.3 s" in message
-        assert Failure(3, Kind.ABSENT, 0, "start-up", message).summary == message
+@on_ranks(4)
+def test_who_gives_up_first_is_not_taken_for_the_one_that_did_not_come(rank, store):
+    if rank.rank == 3:
+        return
+    with pytest.raises((CommunicationError, PeerFailure)) as caught:
+        this = channel(store, rank, timeout=0.3 if rank.rank == 2 else SOON)
+        found = raised(this)  # it had met both of its neighbours
+        this.close()
+        raise found
+    message = str(caught.value)
+    assert "rank 3 of 4 did not come within 0.3 s" in message
+    assert Failure(3, Kind.ABSENT, 0, "start-up", message).summary == message
 
 
-def test_strangers_are_turned_away():
-    store = dist.HashStore()
+def test_strangers_are_turned_away(store):
     here, other = meeting(store, 0, 2), meeting(store, 1, 2)
     here._listen()
     address = (here._own.ip, here._own.port)
