@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
-from programs.ranks import on_ranks, replicated
+from programs.ranks import holds_means, on_ranks, replicated
 from small_modules import error_of, fails_in_backward
 from tensor_classes import Hiding, aten
 from threaded import run_ranks
@@ -43,10 +43,14 @@ def mean_gradients(rank, model, seed):
     own = torch.autograd.grad(model(x), list(model.parameters()))
     model.zero_grad()
     model(x).backward()
-    for parameter, gradient in zip(model.parameters(), own, strict=True):
-        torch.testing.assert_close(parameter.grad, sum(rank.gather(gradient)) / rank.world)
-        assert rank.all_equal(parameter.grad)
-    return True
+    return holds_means(rank, model, own)
+
+
+def backward_of(rank, model, fails, seed=0):
+    """What a backward raises, which fails between the layers if it is to."""
+    model.zero_grad()
+    hidden = model.first(inputs(rank, seed))
+    return error_of(model.last(fails_in_backward(hidden, fails)).square().sum().backward)
 
 
 class Unjoined(TorchDispatchMode):
@@ -62,7 +66,10 @@ class Unjoined(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def buffer_fails(rank, buffered, modules):
+@pytest.mark.parametrize("modules", [1, 3])
+@pytest.mark.parametrize("buffered", [4, 200_000])
+@on_ranks(2)
+def test_what_cannot_be_sent_is_told(rank, buffered, modules):
     models = [replicated(rank, lambda: Net(buffered)) for _ in range(modules)]
     for model in models:
         mean_gradients(rank, model, 0)
@@ -70,19 +77,11 @@ def buffer_fails(rank, buffered, modules):
     loss = sum(model(inputs(rank)) for model in models)
     with Unjoined(models[0].kept) if rank.rank == 0 else nullcontext():
         raised = error_of(loss.backward)
-    grads = [[parameter.grad is not None for parameter in model.parameters()] for model in models[1:]]
-    return raised, grads, [mean_gradients(rank, model, seed) for seed in (1, 2) for model in models]
-
-
-@pytest.mark.parametrize("modules", [1, 3])
-@pytest.mark.parametrize("buffered", [4, 200_000])
-def test_what_cannot_be_sent_is_told(buffered, modules):
-    failing, told = run_ranks(2, buffer_fails, buffered, modules)
-    assert told[0] is PeerError
-    assert failing[0] is ArithmeticError
-    for result in (told, failing):
-        assert result[1] == [[True, True]] * (modules - 1)  # the rounds of the other modules are as good as ever
-        assert result[2] == [True] * (2 * modules)
+    others = [parameter.grad is not None for model in models[1:] for parameter in model.parameters()]
+    went_on = [mean_gradients(rank, model, seed) for seed in (1, 2) for model in models]
+    assert raised is (ArithmeticError, PeerError)[rank.rank]
+    assert all(others)  # the rounds of the other modules are as good as ever
+    assert all(went_on)
 
 
 def hiding_buffer_fails(rank, size, replaced):
@@ -134,10 +133,15 @@ class Uncopied(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def late_gradient_fails(rank, buffered, policy):
-    """A parameter that is used for the first time: its gradient is reduced after all others, and fails on one rank."""
-    make = lambda: Net(buffered)  # noqa: E731
-    model = replicated(rank, make, buffer_policy=policy)
+@pytest.mark.parametrize("buffered", [4, 200_000])
+@pytest.mark.parametrize(("policy", "expected"), [("mean", [1.5, 2.5]), ("rank0", [1.0, 2.0])])
+@on_ranks(2)
+def test_a_late_gradient_that_cannot_be_sent_is_told(rank, buffered, policy, expected):
+    """A parameter that is used for the first time: its gradient is reduced after all others, and fails on one rank.
+
+    And what else the round has brought is not taken for that of the next one.
+    """
+    model = replicated(rank, lambda: Net(buffered), buffer_policy=policy)
     model.last.requires_grad_(False)
     for _ in range(3):
         model.zero_grad()
@@ -153,21 +157,12 @@ def late_gradient_fails(rank, buffered, policy):
     handle = model.first.weight.register_hook(spoil)
     raised = error_of(loss.backward)
     handle.remove()
-    rounds = []
+    kept = []
     for seed in (1, 2):
         model.kept.fill_(seed + rank.rank)
-        rounds.append((mean_gradients(rank, model, seed), model.kept.unique().tolist()))
-    return raised, rounds
-
-
-@pytest.mark.parametrize("buffered", [4, 200_000])
-@pytest.mark.parametrize(("policy", "expected"), [("mean", [1.5, 2.5]), ("rank0", [1.0, 2.0])])
-def test_a_late_gradient_that_cannot_be_sent_is_told(buffered, policy, expected):
-    """And what else the round has brought is not taken for that of the next one."""
-    told, failing = run_ranks(2, late_gradient_fails, buffered, policy)
-    rounds = [(True, [value]) for value in expected]
-    assert told == (PeerError, rounds)
-    assert failing == (ArithmeticError, rounds)
+        mean_gradients(rank, model, seed)
+        kept += model.kept.unique().tolist()
+    assert (raised, kept) == ((PeerError, ArithmeticError)[rank.rank], expected)
 
 
 # ------------------------------------------------------------------------- on accelerators
@@ -178,16 +173,9 @@ def test_a_late_gradient_that_cannot_be_sent_is_told(buffered, policy, expected)
 def test_a_failure_is_told_once(rank):
     """One rank fails in one step; both go on whatever happens."""
     model = replicated(rank, Net)
-    raised = []
-    for step in range(8):
-        model.zero_grad()
-        hidden = model.first(inputs(rank, step))
-        loss = model.last(fails_in_backward(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
-        raised.append(error_of(loss.backward))
-    assert (raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]) == [
-        ([None] * 3 + [ArithmeticError] + [None] * 4, [True, True]),
-        ([None] * 3 + [PeerError] + [None] * 4, [True, True]),
-    ][rank.rank]
+    raised = [backward_of(rank, model, step == 3 and rank.rank == 0, step) for step in range(8)]
+    assert raised == [None] * 3 + [(ArithmeticError, PeerError)[rank.rank]] + [None] * 4
+    assert [mean_gradients(rank, model, seed) for seed in (1, 2)] == [True, True]
 
 
 @pytest.mark.usefixtures("sim")
@@ -230,71 +218,48 @@ def test_a_held_hook_that_raises_does_not_keep_other_modules_from_their_rounds(r
 # ------------------------------------------------------------------------------- communication hooks
 
 
-def tensor_hook(rank):
-    return None, lambda state, bucket: bucket.buffer()
-
-
-def allreduce_hook(rank):
-    return rank.group, default_hooks.allreduce_hook
-
-
-def fp16_hook(rank):
-    return rank.group, default_hooks.fp16_compress_hook
-
-
-HOOKS = [tensor_hook, allreduce_hook, fp16_hook]
-
-
-def backward_fails_under_hooks(rank, make, cap):
-    model = replicated(rank, Net, bucket_cap_mb=cap)
-    model.register_comm_hook(*make(rank))
-    reference = make is not fp16_hook
-    for _ in range(2):
-        model.zero_grad()
-        model(inputs(rank)).backward()
-    model.zero_grad()
-    hidden = model.first(inputs(rank))
-    loss = model.last(fails_in_backward(hidden) if rank.rank == 1 else hidden).square().sum()
-    raised = error_of(loss.backward)
-    model.zero_grad()
-    if reference:
-        return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
-    model(inputs(rank)).backward()
-    return raised, [rank.all_equal(parameter.grad) for parameter in model.parameters()]
+HOOKS = {
+    "of a tensor": lambda rank: (None, lambda state, bucket: bucket.buffer()),
+    "allreduce": lambda rank: (rank.group, default_hooks.allreduce_hook),
+    "fp16": lambda rank: (rank.group, default_hooks.fp16_compress_hook),
+}
 
 
 @pytest.mark.parametrize("cap", [25, 1e-5])
-@pytest.mark.parametrize("make", HOOKS)
-def test_a_failed_backward_is_told_through_communication_hooks(make, cap):
-    told, failing = run_ranks(2, backward_fails_under_hooks, make, cap)
-    assert told == (PeerError, [True, True])
-    assert failing == (ArithmeticError, [True, True])
-
-
-def power_sgd(rank):
-    """Three all-reduces a bucket, some begun by callbacks; its state goes on alike on all ranks."""
-    model = replicated(rank, Net, bucket_cap_mb=1e-5)
-    state = power.PowerSGDState(
-        rank.group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
-    )
-    model.register_comm_hook(state, power.powerSGD_hook)
-    raised = []
-    for step in range(6):
+@pytest.mark.parametrize("kind", HOOKS)
+@on_ranks(2)
+def test_a_failed_backward_is_told_through_communication_hooks(rank, kind, cap):
+    model = replicated(rank, Net, bucket_cap_mb=cap)
+    model.register_comm_hook(*HOOKS[kind](rank))
+    for _ in range(2):
         model.zero_grad()
-        hidden = model.first(inputs(rank, step))
-        loss = model.last(fails_in_backward(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
-        raised.append(error_of(loss.backward))
-    return raised, state.iter, [rank.all_equal(parameter.grad) for parameter in model.parameters()]
+        model(inputs(rank)).backward()
+    raised = backward_of(rank, model, rank.rank == 1)
+    model.zero_grad()
+    if kind == "fp16":
+        model(inputs(rank)).backward()
+        assert [rank.all_equal(parameter.grad) for parameter in model.parameters()] == [True, True]
+    else:
+        assert [mean_gradients(rank, model, seed) for seed in (1, 2)] == [True, True]
+    assert raised is (PeerError, ArithmeticError)[rank.rank]
 
 
 @pytest.mark.usefixtures("draws_in_turn")
 @pytest.mark.numpy
 def test_a_failed_backward_under_power_sgd():
-    failing, told = run_ranks(2, power_sgd)
-    assert failing[0] == [None] * 3 + [ArithmeticError] + [None] * 2
-    assert told[0] == [None] * 3 + [PeerError] + [None] * 2
-    assert failing[1:] == told[1:]
-    assert told[2] == [True, True]
+    """Three all-reduces a bucket, some begun by callbacks; its state goes on alike on all ranks."""
+
+    def train(rank):
+        model = replicated(rank, Net, bucket_cap_mb=1e-5)
+        state = power.PowerSGDState(rank.group, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+        model.register_comm_hook(state, power.powerSGD_hook)
+        raised = [backward_of(rank, model, step == 3 and rank.rank == 0, step) for step in range(6)]
+        assert raised == [None] * 3 + [(ArithmeticError, PeerError)[rank.rank]] + [None] * 2
+        assert [rank.all_equal(parameter.grad) for parameter in model.parameters()] == [True, True]
+        return state.iter
+
+    one, other = run_ranks(2, train)
+    assert one == other
 
 
 def hook_raises(rank, when, cap):
