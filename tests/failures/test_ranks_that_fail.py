@@ -20,7 +20,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import CommunicationError, PeerError
 from processes import RankEndedError, in_child, on_processes, run_processes
-from programs.ranks import on_ranks, replicated
+from programs.ranks import makes_means, on_ranks, replicated
 from small_modules import CallInBackward
 from threaded import run_ranks
 
@@ -61,15 +61,7 @@ def inputs(rank, seed=0):
 
 
 def mean_gradients(rank, model, seed):
-    """Return True if backward makes the mean of what each rank would get alone."""
-    x = inputs(rank, seed)
-    own = torch.autograd.grad(model(x), list(model.parameters()))
-    model.zero_grad()
-    model(x).backward()
-    for parameter, gradient in zip(model.parameters(), own, strict=True):
-        torch.testing.assert_close(parameter.grad, sum(rank.gather(gradient)) / rank.world)
-        assert rank.all_equal(parameter.grad)
-    return True
+    return makes_means(rank, model, lambda model: model(inputs(rank, seed)))
 
 
 def error_of(call):
@@ -147,33 +139,24 @@ def test_a_failure_that_nobody_waits_for_is_told_to_nobody(rank):
     assert (raised, mean_gradients(rank, model, 1)) == [(None, True), (KeyError, True)][rank.rank]
 
 
-def two_modules(rank, failing=(0,)):
-    one, other = (replicated(rank, Net) for _ in range(2))
+@pytest.mark.parametrize(("failing", "who"), [((0,), "rank 0"), ((0, 1), "2 ranks")])
+def test_the_others_are_told_where_there_are_several_modules(failing, who):
+    def train(rank):
+        one, other = (replicated(rank, Net) for _ in range(2))
+        call = fail if rank.rank in failing else None
+        kind, message = error_of(lambda: (one(inputs(rank), call, 2) + other(inputs(rank))).backward())
+        if rank.rank in failing:
+            assert (kind, message) == (KeyError, repr(RAISED))
+        else:
+            assert kind is PeerError
+            assert f"the backward pass failed on {who} before its gradients were reduced" in message
+        assert [mean_gradients(rank, module, 1) for module in (one, other)] == [True, True]
 
-    def run(call):
-        (one(inputs(rank), call, 2) + other(inputs(rank))).backward()
-
-    raised = error_of(lambda: run(fail if rank.rank in failing else None))
-    return raised, [mean_gradients(rank, module, 1) for module in (one, other)]
-
-
-def test_the_others_are_told_where_there_are_several_modules():
-    (own, one), (told, other) = run_ranks(2, two_modules)
-    assert own == (KeyError, repr(RAISED))
-    assert told[0] is PeerError
-    assert "the backward pass failed on rank 0 before its gradients were reduced" in told[1]
-    assert one == other == [True, True]
+    run_ranks(1 + len(failing), train)
 
 
-def test_several_ranks_that_fail_where_there_are_several_modules():
-    first, second, (told, good) = run_ranks(3, two_modules, (0, 1))
-    assert first[0] == second[0] == (KeyError, repr(RAISED))
-    assert told[0] is PeerError
-    assert "the backward pass failed on 2 ranks before its gradients were reduced" in told[1]
-    assert first[1] == second[1] == good == [True, True]
-
-
-def hook_fails(rank):
+@on_ranks(2, group_timeout=2.0)
+def test_hooks_that_go_on_failing_on_one_rank_end_in_a_timeout_on_the_others(rank):
     model = replicated(rank, Net)
 
     def hook(state, bucket):
@@ -182,26 +165,26 @@ def hook_fails(rank):
         return bucket.buffer()
 
     model.register_comm_hook(None, hook)
-    return error_of(lambda: model(inputs(rank)).backward())
+    kind, message = error_of(lambda: model(inputs(rank)).backward())
+    if rank.rank == 1:
+        assert (kind, message) == (KeyError, repr(RAISED))
+    else:
+        assert kind is CommunicationError
+        assert "rank 0 of 2: backward() failed: " in message
+        assert "look at the first error of the other ranks" in message
 
 
-def test_hooks_that_go_on_failing_on_one_rank_end_in_a_timeout_on_the_others():
-    (told, message), own = run_ranks(2, hook_fails, group_timeout=2.0)
-    assert own == (KeyError, repr(RAISED))
-    assert told is CommunicationError
-    assert "rank 0 of 2: backward() failed: " in message
-    assert "look at the first error of the other ranks" in message
+def limited_to(bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, resource.RLIM_INFINITY))
 
 
 @on_processes(2, backend="shm")
 def test_an_allocation_that_fails_is_told(rank):
     """The memory of a bucket cannot be had on one rank, at the end of backward; then it can."""
     model = lockstep.replicate(rank.make(lambda: nn.Linear(700, 700)))
-    if rank.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    limited_to(1 << 20 if rank.rank == 1 else resource.RLIM_INFINITY)
     raised = error_of(lambda: model(torch.ones(1, 700)).sum().backward())[0]
-    if rank.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    limited_to(resource.RLIM_INFINITY)
     model.zero_grad()
     model(torch.full((1, 700), rank.rank + 1.0)).sum().backward()
     assert (raised, model.weight.grad.unique().item()) == [(PeerError, 1.5), (OSError, 1.5)][rank.rank]
@@ -234,15 +217,14 @@ def test_a_rank_that_ends_is_an_error_on_the_others(how, code):
         assert outcomes[rank].returncode == 1
 
 
-def one_less(rank):
-    model = replicated(rank, Net)
-    for step in range(3 - rank.rank):
-        model.zero_grad()
-        model(inputs(rank, step)).backward()
-
-
 def test_a_rank_with_one_backward_less_is_an_error_on_the_others():
-    first, second = run_ranks(2, one_less, errors=True, group_timeout=2.0)
+    def train(rank):
+        model = replicated(rank, Net)
+        for step in range(3 - rank.rank):
+            model.zero_grad()
+            model(inputs(rank, step)).backward()
+
+    first, second = run_ranks(2, train, errors=True, group_timeout=2.0)
     assert second is None
     assert type(first) is CommunicationError
     assert "rank 0 of 2: backward() failed" in str(first)
@@ -287,41 +269,29 @@ def test_a_group_that_has_been_destroyed(rank):
     assert "or run this one under no_sync()" in message
 
 
-def group_comes_later(rank, folder):
+@on_processes(2)
+def test_a_group_that_comes_later_is_waited_for(rank, tmp_path):
     dist.destroy_process_group()
     model = lockstep.replicate(rank.make(Net, seed=rank.rank))
-    raised = error_of(lambda: model(inputs(rank)))
-    store = dist.FileStore(os.path.join(folder, "store"), rank.world)
+    words = "a replicated module was used before there is a process group; put the training into `with"
+    with pytest.raises(CommunicationError, match=words):
+        model(inputs(rank))
+    store = dist.FileStore(str(tmp_path / "store"), rank.world)
     dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world, timeout=timedelta(seconds=60))
     model(inputs(rank)).backward()
     lockstep.check_in_sync(model)
-    totals = torch.stack([parameter.grad.sum() for parameter in model.parameters()])
-    dist.all_reduce(both := torch.stack([totals, -totals]), op=dist.ReduceOp.MAX)
-    return raised, torch.equal(both[0], -both[1])
+    assert all(rank.all_equal(parameter.grad) for parameter in model.parameters())
 
 
-def test_a_group_that_comes_later_is_waited_for(tmp_path):
-    for (kind, message), equal in run_processes(2, group_comes_later, str(tmp_path)):
-        assert kind is CommunicationError
-        assert "a replicated module was used before there is a process group; put the training into `with" in message
-        assert equal
-
-
-def subgroup(rank):
-    """Ranks outside of a group cannot replicate over it."""
+@on_processes(3)
+def test_a_rank_outside_of_the_group_is_told(rank):
     group = dist.new_group([0, 1])
     if rank.rank == 2:
-        return error_of(lambda: lockstep.replicate(Net(), process_group=group))[0]
-    model = lockstep.replicate(rank.make(Net), process_group=group)
-    model(inputs(rank)).backward()
-    lockstep.check_in_sync(model)
-    return None
-
-
-def test_a_rank_outside_of_the_group_is_told():
-    *inside, outside = run_processes(3, subgroup)
-    assert inside == [None, None]
-    assert outside is not None
+        assert error_of(lambda: lockstep.replicate(Net(), process_group=group))[0] is not None
+    else:
+        model = lockstep.replicate(rank.make(Net), process_group=group)
+        model(inputs(rank)).backward()
+        lockstep.check_in_sync(model)
 
 
 # ---------------------------------------------------------------------------------- forks
