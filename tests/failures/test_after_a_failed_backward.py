@@ -15,7 +15,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import AgreementError, OptionError, PeerError, ShareError
-from programs.ranks import on_ranks, replicated
+from programs.ranks import on_ranks, replicated, scalars
 from small_modules import error_of, fails_in_backward, one_weight, x_of
 from threaded import run_ranks
 
@@ -184,41 +184,25 @@ def test_no_rank_has_a_gradient_after_an_error_on_all(rank, fail, kinds, before)
 # ----------------------------------------------------------------------------- of which modules
 
 
-def weights_of(models):
-    return [None if model.weight.grad is None else model.weight.grad.item() for model in models]
-
-
-def one_of_several(rank, groups):
-    """Of three modules two are in the pass that fails; all have gradients that were reduced before."""
-    group = [rank.group] * 3 if groups == 1 else [group_of(rank, n) for n in range(3)]
-    KEPT.extend(group)
-    models = [lockstep.replicate(one_weight(), process_group=each) for each in group]
-    sum(model(x_of(rank)) for model in models).sum().backward()
-    out = models[1](fails_in_backward(models[0](x_of(rank)), rank.rank == 1))
-    raised = error_of(out.sum().backward)
-    return raised, weights_of(models)
-
-
-def group_of(rank, number):
-    return dist.ProcessGroupGloo(dist.PrefixStore(str(number), STORES[0]), rank.rank, rank.world)
-
-
-STORES: list[object] = []
-KEPT: list[object] = []
-"""Groups, until all ranks have ended: a rank that has may not wait for one that needs it."""
-
-
 @pytest.mark.parametrize(("groups", "left"), [(1, [None, None, None]), (3, [None, None, 1.5])])
-def test_after_a_failure_modules_of_one_group_have_no_gradient_those_of_others_have_theirs(groups, left):
-    """Ranks of one group do not know of each other which of its modules the pass would have gone through."""
-    STORES[:] = [dist.HashStore()]
-    try:
-        told, failing = run_ranks(2, one_of_several, groups)
-    finally:
-        STORES.clear()
-        KEPT.clear()
-    assert told == (PeerError, left)
-    assert failing == (ArithmeticError, left)
+def test_after_a_failure_modules_of_one_group_have_no_gradient_those_of_others_have_theirs(groups, left, store):
+    """Of three modules two are in the pass that fails; all have gradients that were reduced before.
+
+    Ranks of one group do not know of each other which of its modules the pass would have gone through.
+    """
+    kept = []  # until all ranks have ended: a rank that has may not wait for one that needs its groups
+
+    def train(rank):
+        stores = [dist.PrefixStore(str(number), store) for number in range(groups)]
+        made = [dist.ProcessGroupGloo(each, rank.rank, rank.world) for each in stores]
+        kept.extend(made)
+        models = [lockstep.replicate(one_weight(), process_group=each) for each in made * (3 // groups)]
+        sum(model(x_of(rank)) for model in models).sum().backward()
+        out = models[1](fails_in_backward(models[0](x_of(rank)), rank.rank == 1))
+        assert error_of(out.sum().backward) is (PeerError, ArithmeticError)[rank.rank]
+        assert scalars(*models) == left
+
+    run_ranks(2, train)
 
 
 # ------------------------------------------------------------------------------- what has not failed
@@ -234,9 +218,9 @@ def test_a_failure_without_synchronising_is_this_ranks_own(rank):
         model(x_of(rank)).sum().backward()
         inner = fails_in_backward(model[0](x_of(rank)), rank.rank == 1)
         failed = error_of(model[1](inner).sum().backward)
-    kept = [parameter.grad.item() for parameter in model.parameters()]
+    kept = scalars(model)
     model(x_of(rank)).sum().backward()
-    found = (failed, kept, [parameter.grad.item() for parameter in model.parameters()])
+    found = (failed, kept, scalars(model))
     assert found == [(None, [2.0, 2.0], reduced), (ArithmeticError, [2.0, 4.0], reduced)][rank.rank]
 
 
@@ -248,15 +232,19 @@ def test_a_rank_that_has_run_out_has_no_gradient_either(rank):
     found = []
     for number, x in enumerate(lockstep.batches(loader, model)):
         out = fails_in_backward(model(x), rank.rank == 0 and number == 1)
-        found.append((error_of(out.sum().backward), weights_of([model])))
+        found.append((error_of(out.sum().backward), scalars(model)))
     assert found == [[(None, [1.5]), (ArithmeticError, [None])], [(None, [1.5]), (PeerError, [None])]][rank.rank]
 
 
-def shares(rank):
+@pytest.mark.parametrize("hosts", ["", "aa"])
+@on_ranks(2, "hosts")
+def test_after_a_step_in_shares_that_failed_all_ranks_have_what_they_had_before(rank):
     """With shares, parameters have what they had before the step, and an optimizer's step is an error by name."""
     model = replicated(rank, shares=4)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    found = []
+    raised = (PeerError, ArithmeticError)[rank.rank]
+    # A step is added to the gradient of the one before; the second one has failed.
+    wanted = [(None, [1.0], None), (raised, [1.0], ShareError), (None, [2.0], None)]
     for batch in lockstep.shares.GlobalBatches([torch.ones(1)] * 24, 8, 4, process_group=rank.group):
 
         def all_shares(batch=batch):
@@ -264,15 +252,8 @@ def shares(rank):
                 fails = (rank.rank, batch.number, number) == (1, 1, 1)
                 fails_in_backward(model(x), fails).sum().backward()
 
-        found.append((error_of(all_shares), weights_of([model]), error_of(optimizer.step)))
-    return found, model.weight.item()
-
-
-@pytest.mark.parametrize("hosts", ["", "aa"])
-def test_after_a_step_in_shares_that_failed_all_ranks_have_what_they_had_before(hosts):
-    steps = [[1.0], [1.0], [2.0]]  # a step is added to the gradient of the one before; the second one has failed
-    for found, raised in zip(run_ranks(2, shares, hosts=hosts), [PeerError, ArithmeticError], strict=True):
-        assert found == (list(zip([None, raised, None], steps, [None, ShareError, None], strict=True)), -2.0)
+        assert (error_of(all_shares), scalars(model), error_of(optimizer.step)) == wanted.pop(0)
+    assert (wanted, model.weight.item()) == ([], -2.0)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1024, 1100)], ids=["with others", "alone"])

@@ -16,16 +16,14 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.errors import PeerError
 from processes import run_processes
-from programs.ranks import on_ranks, replicated
+from programs.ranks import clear, on_ranks, replicated, scalars, scalars_of
 from small_modules import CallInBackward, error_of, fails_in_backward, one_weight, x_of
-from threaded import count_collectives, run_ranks
+from threaded import count_collectives
 
 
 def good_step(rank, model, x=None):
     """Return True if a step gives the mean of 1 and 2, which tells of any round that is one too many, or too few."""
-    model.zero_grad()
-    model(x_of(rank) if x is None else x).sum().backward()
-    return [parameter.grad.item() for parameter in model.parameters()] == [1.5] * len(list(model.parameters()))
+    return set(scalars_of(model, loss=model(x_of(rank) if x is None else x).sum())) == {1.5}
 
 
 # ------------------------------------------------------------------------------------------- when
@@ -42,30 +40,25 @@ class Detour(nn.Module):
         return fails_in_backward(self.layer(x).to(self.device), fails).cpu()
 
 
-def fails_on_an_accelerator(rank, first):
-    """Return what this rank has sent by the time that the exception is here, and sums of the program's own behind
-    it."""
+@pytest.mark.usefixtures("sim")
+@pytest.mark.parametrize("first", [True, False])
+@on_ranks(2)
+def test_a_failure_is_told_before_the_program_has_its_exception(rank, first):
+    """What this rank has sent by the time that the exception is here, and sums of the program's own behind it."""
     model = lockstep.replicate(Detour(f"sim:{rank.rank}"), process_group=rank.group)
     if not first:
         good_step(rank, model)
-    seen = []
-    for _ in range(20):
+    kind = (ArithmeticError, PeerError)[rank.rank]
+    for number in range(20):
         with count_collectives(rank) as sent:
             raised = error_of(lambda: model(x_of(rank), fails=rank.rank == 0).sum().backward())
             late = len(sent)
             failed = torch.full((1,), float(raised is not None))
             dist.all_reduce(failed, group=rank.group)
-        seen.append((raised, late, len(sent), failed.item(), good_step(rank, model)))
-    return seen
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_failure_is_told_before_the_program_has_its_exception(sim, first):
-    failing, told = run_ranks(2, fails_on_an_accelerator, first)
-    for seen, kind in ((failing, ArithmeticError), (told, PeerError)):
-        more = int(first)  # in the first round ranks compare their communication hooks
+        more = int(first and number == 0)  # in the first round ranks compare their communication hooks
         # The report, and then the statuses of the ranks.
-        assert seen == [(kind, 2 + more, 3 + more, 2.0, True)] + [(kind, 2, 3, 2.0, True)] * 19
+        assert (raised, late, len(sent), failed.item()) == (kind, 2 + more, 3 + more, 2.0)
+        assert good_step(rank, model)
 
 
 @on_ranks(2)
@@ -81,48 +74,38 @@ def test_after_a_failure_on_all_ranks_collectives_are_in_order(rank, sim):
 # ------------------------------------------------------------------------------------------ whether
 
 
-def grad_of_inputs(model, x):
-    torch.autograd.grad(model(fails_in_backward(x, True)).sum(), x)
-
-
-def grad_of_parameters(model, x):
-    torch.autograd.grad(model(fails_in_backward(x, True)).sum(), [*model.parameters(), x])
-
-
-def backward_into_inputs(model, x):
-    model(fails_in_backward(x, True)).sum().backward(inputs=[x])
-
-
-def backward_without_sync(model, x):
-    with model.no_sync():
-        model(fails_in_backward(x, True)).sum().backward()
+def backward_while_frozen(model, x):
+    model.requires_grad_(False)
+    try:
+        model(fails_in_backward(x)).sum().backward()
+    finally:
+        model.requires_grad_(True)
 
 
 def backward_beside(model, x):
     with torch.no_grad():
         model(x)
-    fails_in_backward(x, True).sum().backward()
+    fails_in_backward(x).sum().backward()
 
 
-def backward_while_frozen(model, x):
-    model.requires_grad_(False)
-    try:
-        model(fails_in_backward(x, True)).sum().backward()
-    finally:
-        model.requires_grad_(True)
+def backward_without_sync(model, x):
+    with model.no_sync():
+        model(fails_in_backward(x)).sum().backward()
 
 
-LOCAL = [
-    grad_of_inputs,
-    grad_of_parameters,
-    backward_into_inputs,
-    backward_without_sync,
-    backward_beside,
-    backward_while_frozen,
-]
+LOCAL = {
+    "grad of inputs": lambda model, x: torch.autograd.grad(model(fails_in_backward(x)).sum(), x),
+    "grad of parameters": lambda model, x: torch.autograd.grad(
+        model(fails_in_backward(x)).sum(), [*model.parameters(), x]
+    ),
+    "backward into inputs": lambda model, x: model(fails_in_backward(x)).sum().backward(inputs=[x]),
+    "backward without sync": backward_without_sync,
+    "backward beside": backward_beside,
+    "backward while frozen": backward_while_frozen,
+}
 
 
-@pytest.mark.parametrize("how", LOCAL)
+@pytest.mark.parametrize("how", LOCAL.values(), ids=LOCAL)
 @pytest.mark.parametrize("modules", [1, 2])
 @on_ranks(2)
 def test_a_pass_that_reaches_no_parameter_is_nobody_elses_concern(rank, how, modules):
@@ -173,21 +156,15 @@ class Parts(nn.Module):
         return checkpoint(self.part, x, fails, use_reentrant=True) * self.last.weight
 
 
-def past_forward(rank, call):
+@pytest.mark.parametrize("call", ["tail", "part", "forward", "recomputed"])
+@on_ranks(2)
+def test_a_failure_is_told_whatever_was_called(rank, call):
     """Backward through something else than the module's own forward fails on one rank."""
     model = lockstep.replicate(Parts(), process_group=rank.group)
     x = x_of(rank).requires_grad_()
     raised = error_of(lambda: getattr(model, call)(x, rank.rank == 1).sum().backward())
-    model.zero_grad()
-    model(x_of(rank)).sum().backward()
-    return raised, model.first.weight.grad.item(), model.last.weight.grad.item()
-
-
-@pytest.mark.parametrize("call", ["tail", "part", "forward", "recomputed"])
-def test_a_failure_is_told_whatever_was_called(call):
-    told, failing = run_ranks(2, past_forward, call)
-    assert told == (PeerError, 1.5, 1.5)
-    assert failing == (ArithmeticError, 1.5, 1.5)
+    assert raised is (PeerError, ArithmeticError)[rank.rank]
+    assert good_step(rank, model)
 
 
 class Recomputed(nn.Module):
@@ -217,30 +194,22 @@ def recomputed(module, x, depth):
     return checkpoint(recomputed, module, x, depth - 1, use_reentrant=True) if depth else module(x)
 
 
-def loss_fails_before_checkpoints(rank, modules, depth):
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2])
+@on_ranks(2)
+def test_a_failure_is_told_before_it_gets_to_checkpoints_around_whole_modules(rank, modules, depth):
     """A loss fails on one rank, before its backward has got to checkpoints around whole modules."""
     models = [replicated(rank) for _ in range(modules)]
     teacher = replicated(rank)
-    seen = []
-    for fails in (True, False):
+    for raises, grad in [((PeerError, ArithmeticError)[rank.rank], None), (None, 1.5)]:
         x = x_of(rank).requires_grad_()
-        for model in models:
-            model.zero_grad()
+        clear(*models)
         with torch.no_grad():
             target = checkpoint(teacher, x, use_reentrant=True)  # in no graph
         loss = sum(recomputed(model, x, depth) for model in models) - target
-        seen.append(error_of(fails_in_backward(loss, fails and rank.rank == 1).sum().backward))
-        seen.append([None if model.weight.grad is None else model.weight.grad.item() for model in models])
-    return seen, [good_step(rank, model, x) for model in [*models, teacher]]
-
-
-@pytest.mark.parametrize("modules", [1, 2])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_failure_is_told_before_it_gets_to_checkpoints_around_whole_modules(modules, depth):
-    for raised, found in zip(
-        (PeerError, ArithmeticError), run_ranks(2, loss_fails_before_checkpoints, modules, depth), strict=True
-    ):
-        assert found == ([raised, [None] * modules, None, [1.5] * modules], [True] * (modules + 1))
+        raised = error_of(fails_in_backward(loss, raises is not None and rank.rank == 1).sum().backward)
+        assert (raised, scalars(*models)) == (raises, [grad] * modules)
+    assert all(good_step(rank, model, x) for model in [*models, teacher])
 
 
 @pytest.mark.parametrize("past_forward", [False, True])
@@ -257,7 +226,8 @@ def test_a_failure_is_told_before_it_gets_to_parameters_that_are_new(rank, past_
     assert found == [(PeerError, True), (ZeroDivisionError, True)][rank.rank]
 
 
-def inner_pass(rank):
+@on_ranks(2)
+def test_a_pass_inside_may_fail_alone(rank):
     """A pass inside of a pass fails, and what it was inside of goes on: nobody has to know."""
     model = replicated(rank)
 
@@ -267,11 +237,12 @@ def inner_pass(rank):
             error_of(lambda: torch.autograd.grad(fails_in_backward(leaf, rank.rank == 0).sum(), leaf))
 
     model(CallInBackward.apply(x_of(rank).requires_grad_(), tries)).sum().backward()
-    return model.weight.grad.item(), good_step(rank, model)
+    assert model.weight.grad.item() == 1.5
+    assert good_step(rank, model)
 
 
-def inner_pass_of_the_module(rank):
-    """The same, where the pass inside comes to the module's parameter, before the one around it does."""
+@on_ranks(2)
+def test_a_pass_inside_may_fail_alone_though_it_comes_to_the_modules_parameter_first(rank):
     model = replicated(rank)
 
     def tries():
@@ -281,12 +252,8 @@ def inner_pass_of_the_module(rank):
             error_of(loss.backward)
 
     CallInBackward.apply(nn.functional.linear(x_of(rank), model.weight), tries).sum().backward()
-    return model.weight.grad.item(), good_step(rank, model)
-
-
-@pytest.mark.parametrize("inner", [inner_pass, inner_pass_of_the_module])
-def test_a_pass_inside_may_fail_alone(inner):
-    assert run_ranks(2, inner) == [(1.5, True)] * 2
+    assert model.weight.grad.item() == 1.5
+    assert good_step(rank, model)
 
 
 @on_ranks(2)
@@ -319,27 +286,13 @@ def test_a_failure_in_a_callback_of_the_engine_is_told(rank):
     assert found == [(ArithmeticError, None, True), (PeerError, None, True)][rank.rank]
 
 
-def two_groups(rank):
-    """A pass through modules on two groups fails: both are told of it."""
-    store = dist.PrefixStore("other", STORES[0])
-    other = dist.ProcessGroupGloo(store, rank.rank, rank.world)
-    models = [lockstep.replicate(one_weight(), process_group=group) for group in (rank.group, other)]
+@on_ranks(2)
+def test_modules_on_two_groups_are_both_told(rank, store):
+    groups = rank.group, dist.ProcessGroupGloo(store, rank.rank, rank.world)
+    models = [lockstep.replicate(one_weight(), process_group=group) for group in groups]
     out = models[1](fails_in_backward(models[0](x_of(rank)), rank.rank == 0))
-    raised = error_of(lambda: out.sum().backward())
-    return raised, [good_step(rank, model) for model in models]
-
-
-STORES: list[object] = []
-
-
-def test_modules_on_two_groups_are_both_told():
-    STORES[:] = [dist.HashStore()]
-    try:
-        failing, told = run_ranks(2, two_groups)
-    finally:
-        STORES.clear()
-    assert failing == (ArithmeticError, [True, True])
-    assert told == (PeerError, [True, True])
+    assert error_of(lambda: out.sum().backward()) is (ArithmeticError, PeerError)[rank.rank]
+    assert [good_step(rank, model) for model in models] == [True, True]
 
 
 @on_ranks(2)
