@@ -9,15 +9,14 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import lockstep
 from lockstep.errors import PeerError
-from processes import be_launched, run_processes
+from processes import on_processes
 
 
-def train(rank, batches, failing):
+def goes_on(rank, batches, failing):
     """Rank 1 fails in its second batch and catches that; returns what each rank is told, and at which batch."""
     model = lockstep.replicate(nn.Linear(2, 1))
     for number, x in enumerate(batches):
@@ -35,32 +34,23 @@ def train(rank, batches, failing):
     return None
 
 
-def in_a_session(rank, backend, port, failing):
-    dist.destroy_process_group()
-    be_launched(rank, port)
-    with lockstep.session(backend=backend, timeout=60.0) as run:
-        return train(rank, run.batches([torch.ones(1, 2)] * 4), failing)
-
-
-def by_itself(rank, watched, failing):
-    with lockstep.watch() if watched else contextlib.nullcontext():
-        return train(rank, lockstep.batches([torch.ones(1, 2)] * 4, group=rank.group), failing)
-
-
-def check(told):
-    for rank, (kind, message, number) in enumerate(told):
-        assert kind is PeerError
-        assert message.startswith(f"rank {rank}: ")
-        assert f"rank {1 - rank}" in message
-        assert number == 1 + rank  # the same round
+def check(rank, told):
+    kind, message, number = told
+    assert kind is PeerError
+    assert message.startswith(f"rank {rank.rank}: ")
+    assert f"rank {1 - rank.rank}" in message
+    assert number == 1 + rank.rank  # the same round
 
 
 @pytest.mark.parametrize(("backend", "failing"), [("gloo", "data"), ("shm", "loss")])
-def test_a_rank_that_goes_on_after_its_own_error_is_told_apart_in_a_session(backend, failing):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    check(run_processes(2, in_a_session, backend, store.port, failing))
+@on_processes(2, launched=True)
+def test_a_rank_that_goes_on_after_its_own_error_is_told_apart_in_a_session(rank, backend, failing):
+    with lockstep.session(backend=backend, timeout=60.0) as run:
+        check(rank, goes_on(rank, run.batches([torch.ones(1, 2)] * 4), failing))
 
 
 @pytest.mark.parametrize(("backend", "watched", "failing"), [("gloo", True, "loss"), ("shm", False, "data")])
-def test_a_rank_that_goes_on_after_its_own_error_is_told_apart_without_one(backend, watched, failing):
-    check(run_processes(2, by_itself, watched, failing, backend=backend))
+@on_processes(2, "backend")
+def test_a_rank_that_goes_on_after_its_own_error_is_told_apart_without_one(rank, watched, failing):
+    with lockstep.watch() if watched else contextlib.nullcontext():
+        check(rank, goes_on(rank, lockstep.batches([torch.ones(1, 2)] * 4, group=rank.group), failing))

@@ -7,7 +7,6 @@ waits for other ranks always has work to do. The thread that trains waits for it
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 
 import pytest
@@ -18,7 +17,8 @@ from torch import nn
 import lockstep
 from lockstep.distributed.comm import collectives
 from lockstep.errors import PeerFailure
-from processes import be_launched, run_processes
+from lockstep.session import waits_of_rank, watch
+from processes import on_processes, run_processes
 
 wait_on_host = collectives.Pending.wait
 
@@ -33,18 +33,15 @@ def wait_for_device():
 
 
 def like_nccl():
-    for name in ("watch", "waits_of_rank"):
-        module = sys.modules[f"lockstep.session.{name}"]
+    for module in (watch, waits_of_rank):
         module.backends_of = lambda group: "cpu:gloo,cuda:nccl"
         module.has_work = lambda device: True
-    sys.modules["lockstep.session.watch"].ABORT_SECONDS = 0.5
+    watch.ABORT_SECONDS = 0.5
     collectives.Pending.wait = wait
 
 
-def one_collective_more(rank, port, waits):
+def one_collective_more(rank, waits):
     """Rank 1 makes a collective of its own, and waits for it, or goes on to backward."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     with lockstep.session(backend="gloo", device=f"sim:{rank.rank}", timeout=60) as run:
         model = lockstep.replicate(nn.Linear(4, 2).to(run.device))
         ones = torch.ones(2, 4, device=run.device)
@@ -61,13 +58,11 @@ def one_collective_more(rank, port, waits):
 
 @pytest.mark.parametrize("waits", [True, False], ids=["then waits", "then goes on"])
 def test_a_collective_that_one_rank_makes_is_named_on_all(waits):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ended = run_processes(2, one_collective_more, store.port, waits, errors=True, device="sim", group_timeout=60)
+    ended = run_processes(2, one_collective_more, waits, errors=True, device="sim", launched=True)
+    texts = [each.stderr for each in ended]
     if waits:
         assert isinstance(ended[0].error, PeerFailure)
-        texts = [str(ended[0].error), ended[1].stderr]
-    else:
-        texts = [each.stderr for each in ended]
+        texts[0] = str(ended[0].error)
     for text in texts:
         assert "ranks 0, 1 wait for each other in different collectives" in text
         assert "rank 1 has waited for" in text
@@ -78,20 +73,13 @@ def test_a_collective_that_one_rank_makes_is_named_on_all(waits):
         assert f"rank {each.rank} still waits for its accelerator after 1 s" in each.stderr
 
 
-def waits_long(rank, port):
+@on_processes(2, device="sim", launched=True)
+def test_a_long_kernel_on_one_rank_is_no_failure(rank):
     """Rank 0 waits for its accelerator for longer than the limit, and the other one for rank 0."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     with lockstep.session(backend="gloo", device=f"sim:{rank.rank}", timeout=60) as run:
         like_nccl()
-        module = sys.modules["lockstep.session.waits_of_rank"]
-        module.DEVICE_SECONDS = 0.1
+        waits_of_rank.DEVICE_SECONDS = 0.1
         dist.all_reduce(torch.ones(3, device=run.device), group=run.group)
         if rank.rank == 0:
             threading.Event().wait(2.5)
-        return lockstep.mean(torch.ones(()))
-
-
-def test_a_long_kernel_on_one_rank_is_no_failure():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert run_processes(2, waits_long, store.port, device="sim", group_timeout=60) == [1.0, 1.0]
+        assert lockstep.mean(torch.ones(())) == 1.0

@@ -6,20 +6,17 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError, PeerFailure
-from processes import be_launched, run_processes
+from processes import run_processes
 
 TIMEOUT = 4.0
 
 
-def waits_in_vain(rank, backend, port, release):
+def waits_in_vain(rank, backend, release):
     """Rank 1 is somewhere else from its fourth step on, until the others have been told; returns what each was told."""
-    dist.destroy_process_group()
-    be_launched(rank, port)
     try:
         with lockstep.session(backend=backend, timeout=TIMEOUT, stall_factor=None) as run:
             model = lockstep.replicate(nn.Linear(2, 1))
@@ -39,8 +36,7 @@ def waits_in_vain(rank, backend, port, release):
 def test_the_rank_that_did_not_come_is_named_not_one_that_waited(backend, tmp_path):
     release = tmp_path / "release"
     os.mkfifo(release)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = run_processes(3, waits_in_vain, backend, store.port, str(release))
+    told = run_processes(3, waits_in_vain, backend, release, launched=True)
     for rank in (0, 2):
         named, message = told[rank]
         assert named == 1
@@ -52,9 +48,6 @@ def test_the_rank_that_did_not_come_is_named_not_one_that_waited(backend, tmp_pa
 
 @pytest.mark.parametrize("wrong", [0.0, 0.5, float("nan")])
 def test_a_link_timeout_that_no_connection_can_have_is_refused(wrong):
-    with pytest.raises(
-        OptionError, match=r"session\(\): link_timeout is .*, expected a number of seconds of at least 1"
-    ):
-        lockstep.session(link_timeout=wrong)
-    with pytest.raises(OptionError, match=r"watch\(\): link_timeout is "):
-        lockstep.watch(link_timeout=wrong)
+    for call in ("session", "watch"):
+        with pytest.raises(OptionError, match=rf"{call}\(\): link_timeout is .*, expected a number of seconds of at l"):
+            getattr(lockstep, call)(link_timeout=wrong)
