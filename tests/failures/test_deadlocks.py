@@ -19,6 +19,7 @@ from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.failures import inquiry
 from lockstep.session.watch import _used
 from processes import on_processes, run_processes
+from programs.ranks import on_ranks
 from threaded import run_ranks
 
 CALLS = {
@@ -77,6 +78,12 @@ def check(first, second, told):
     return [bool(text) for text in told]
 
 
+@pytest.fixture
+def own_watches():
+    """The watches of each rank are counted, and there were other ranks before."""
+    _used.clear()
+
+
 PAIRS = [pair for pair in itertools.combinations(OURS, 2) if pair != ("backward", "accumulate")]
 
 
@@ -85,10 +92,7 @@ PAIRS = [pair for pair in itertools.combinations(OURS, 2) if pair != ("backward"
     [(*pair, 2) for pair in PAIRS]
     + [pytest.param(*p, 3, marks=pytest.mark.around if "mean" in p else pytest.mark.soak) for p in PAIRS],
 )
-def test_different_calls_over_one_group_are_named_at_once(first, second, world, tmp_path):
-    store = dist.HashStore()
-    _used.clear()  # the watches of each rank are counted, and there were other ranks before
-
+def test_different_calls_over_one_group_are_named_at_once(first, second, world, tmp_path, store, own_watches):
     def train(rank):
         with lockstep.watch(rank.group, store):
             return differ(make(rank.group, tmp_path), rank, first, second)
@@ -118,17 +122,14 @@ def leave_out(run):
     lockstep.check_in_sync(run.model)
 
 
+IN_SYNC, BACKWARD = CALLS["check_in_sync"], CALLS["backward"]
 AGREEMENTS = {
     "two agreements": (
-        lambda run: lockstep.check_in_sync(run.model),
+        IN_SYNC,
         lambda run: lockstep.replicate(nn.Linear(3, 3), process_group=run.group),
         ["rank 0 in check_in_sync(), called", "rank 1 in replicate(), called"],
     ),
-    "the first backward": (
-        lambda run: lockstep.check_in_sync(run.model),
-        lambda run: run.model(torch.ones(2, 4)).sum().backward(),
-        ["rank 0 in check_in_sync(), called", "rank 1 in backward(), called"],
-    ),
+    "the first backward": (IN_SYNC, BACKWARD, ["rank 0 in check_in_sync(), called", "rank 1 in backward(), called"]),
     "a loop that one rank has left": (
         leave_early,
         leave_early,
@@ -151,29 +152,26 @@ AGREEMENTS = {
 
 
 @pytest.mark.parametrize(("first", "second", "words"), AGREEMENTS.values(), ids=AGREEMENTS)
-def test_calls_are_named_as_users_write_them(first, second, words):
-    store = dist.HashStore()
-    _used.clear()
-
-    def train(rank):
-        run = SimpleNamespace(group=rank.group, leaves=rank.rank == 1)
-        with lockstep.watch(rank.group, store):
-            run.model = lockstep.replicate(nn.Linear(4, 2), process_group=rank.group)
-            with pytest.raises(CommunicationError) as caught:
-                (second if rank.rank else first)(run)
-            return str(caught.value)
-
-    for text in run_ranks(2, train, hosts="aa"):
-        assert all(each in text for each in words), text
+@on_ranks(2, hosts="aa")
+def test_calls_are_named_as_users_write_them(rank, store, own_watches, first, second, words):
+    run = SimpleNamespace(group=rank.group, leaves=rank.rank == 1)
+    with lockstep.watch(rank.group, store):
+        run.model = lockstep.replicate(nn.Linear(4, 2), process_group=rank.group)
+        with pytest.raises(CommunicationError) as caught:
+            (second if rank.rank else first)(run)
+    assert all(each in str(caught.value) for each in words), caught.value
 
 
-def wait_for_each_other(rank, folder, first, second):
-    group = dist.new_group(backend="shm")
+def wait_for_each_other(rank, folder, first, second, one_group=False):
+    """Over one group the program's calls go over it, those of lockstep over its companion, and also gradients on
+    accelerators over the group: two waits with one number are not one wait."""
+    group = dist.group.WORLD if one_group else dist.new_group(backend="shm")
     run = None
     try:
         with lockstep.watch():
             run = make(group, folder)
-            dist.all_reduce(torch.ones(3))
+            if not one_group:
+                dist.all_reduce(torch.ones(3))
             CALLS[first if rank.rank == 0 else second](run)
     except PeerFailure as failure:
         return str(failure)
@@ -208,26 +206,15 @@ def test_waits_in_different_groups_are_named(first, second, world, backend, tmp_
             assert "rank 1 has left the training in good order" in text
 
 
-def wait_over_one_group(rank, folder, first, second):
-    """The program's calls go over the group, those of lockstep over its companion, and also gradients on accelerators
-    over the group: two waits with one number are not one wait."""
-    try:
-        with lockstep.watch():
-            CALLS[first if rank.rank == 0 else second](make(dist.group.WORLD, folder))
-    except PeerFailure as failure:
-        return str(failure)
-    return ""
-
-
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_call_of_the_program_and_one_of_lockstep_over_one_group_are_named(backend, tmp_path):
-    told = run_processes(2, wait_over_one_group, tmp_path, "backward", "all_reduce", backend=backend)
+    told = run_processes(2, wait_for_each_other, tmp_path, "backward", "all_reduce", True, backend=backend)
     assert check("backward", "all_reduce", told) == [True, True]
 
 
 @pytest.mark.parametrize("second", ["mean", "check_in_sync"])
 def test_waits_of_accelerators_and_of_the_host_are_named(second, tmp_path):
-    told = run_processes(2, wait_over_one_group, tmp_path, "backward", second, device="sim")
+    told = run_processes(2, wait_for_each_other, tmp_path, "backward", second, True, device="sim")
     assert check("backward", second, told) == [True] * 2
     assert all("(allreduce of accelerators, " in text for text in told)
 
@@ -272,14 +259,12 @@ def pipeline(rank, groups):
 
 def waits_unseen(rank, groups):
     """Rank 0 waits for a work, which nobody sees, and the others for rank 0."""
-    work = dist.all_reduce(torch.ones(2), group=groups[3], async_op=True) if rank.rank == 0 else None
     if rank.rank == 0:
-        work.wait()
-        dist.barrier()
+        dist.all_reduce(torch.ones(2), group=groups[3], async_op=True).wait()
     else:
         time.sleep(PAUSE)
         dist.all_reduce(torch.ones(2), group=groups[3])
-        dist.barrier()
+    dist.barrier()
 
 
 def two_threads(rank, groups):
@@ -315,11 +300,7 @@ def threads_that_cross(rank, groups):
 def stopped(rank, groups):
     """Rank 0 is stopped for a while: another process continues it."""
     if rank.rank == 0:
-        child = os.fork()
-        if child == 0:
-            time.sleep(PAUSE)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
+        child = forked(lambda: (time.sleep(PAUSE), os.kill(os.getppid(), signal.SIGCONT)))
         os.kill(os.getpid(), signal.SIGSTOP)
         os.waitpid(child, 0)
     dist.barrier()
@@ -327,15 +308,20 @@ def stopped(rank, groups):
 
 def forks(rank, groups):
     """A forked process lives on while its parent waits."""
-    child = os.fork()
-    if child == 0:
-        time.sleep(PAUSE * rank.rank)
-        os._exit(0)
+    child = forked(lambda: time.sleep(PAUSE * rank.rank))
     if rank.rank:
         os.waitpid(child, 0)
     dist.barrier()
     if not rank.rank:
         os.waitpid(child, 0)
+
+
+def forked(function):
+    child = os.fork()
+    if child == 0:
+        function()
+        os._exit(0)
+    return child
 
 
 GO_ON = [one_computes, in_other_orders, pipeline, waits_unseen, two_threads, threads_that_cross, stopped, forks]
