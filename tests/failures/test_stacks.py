@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
 from lockstep.failures.stacks import NAME, _able, answering, ask, no_collection, own_stack
-from processes import on_processes, run_processes
+from processes import in_child, on_processes, run_processes
 
 pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
 
@@ -51,18 +50,6 @@ def waits_deep_down(calls, event):
         event.wait()
 
 
-def reads_stacks_while_threads_end(_rank):
-    gc.collect()
-    for allocations in range(80):  # so that a collection begins at each of the frames
-        gc.disable()
-        ident = EndsItsThread().thread.ident
-        gc.set_threshold(gc.get_count()[0] + allocations)
-        gc.enable()
-        own_stack(ident)
-        gc.collect()
-    return gc.isenabled()
-
-
 def holds_the_interpreter():
     here, _there = os.pipe()
     ctypes.PyDLL(None).read(here, ctypes.create_string_buffer(1), 1)
@@ -76,10 +63,6 @@ def waits_for_itself():
 
 def sleeps():
     time.sleep(1000)
-
-
-def is_stopped():
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def pid_of(rank, other):
@@ -119,65 +102,58 @@ def test_a_process_that_is_stuck_shows_where(stuck):
     assert line.strip() in ("while True:", "pass", "lock.acquire()", "time.sleep(1000)") or "PyDLL" in line
 
 
-def asked_while_stopped(rank):
+@on_processes(2)
+def test_a_stopped_process_is_said_to_be_stopped_and_goes_on_when_it_is_continued(rank):
     pid = pid_of(rank, 1)
     if rank.rank == 1:
         with answering():
             rank.gather(torch.zeros(1))
-            is_stopped()
+            os.kill(pid, signal.SIGSTOP)
             rank.gather(torch.zeros(1))
-            return 1
+        return
     rank.gather(torch.zeros(1))
     while not proc.status_of(pid).stopped:
         time.sleep(0.001)
-    with pytest.raises(InspectionError) as caught:
+    with pytest.raises(InspectionError, match=r"is stopped.*kill -CONT"):
         ask(pid)
     os.kill(pid, signal.SIGCONT)
     rank.gather(torch.zeros(1))
-    return str(caught.value)
 
 
-def test_a_stopped_process_is_said_to_be_stopped_and_goes_on_when_it_is_continued():
-    told, one = run_processes(2, asked_while_stopped)
-    assert "is stopped" in told
-    assert "kill -CONT" in told
-    assert one == 1
-
-
-def busy(rank):
-    """Rank 1 does a bit of everything that waits in the system, and is asked all the time."""
+@pytest.mark.around
+@on_processes(2)
+def test_a_process_that_is_asked_goes_on_undisturbed(rank):
+    """Rank 1 is busy with a bit of everything that waits in the system, and is asked all the time."""
     pid = pid_of(rank, 1)
     if rank.rank == 0:
         rank.gather(torch.zeros(1))
         for _ in range(50):
-            assert "busy" in str(ask(pid, 60))
+            assert "goes_on_undisturbed" in str(ask(pid, 60))
         rank.gather(torch.zeros(1))
-        return None
+        return
     with answering():
         rank.gather(torch.zeros(1))
-        batches = [batch.sum().item() for batch in DataLoader(torch.ones(64), batch_size=4, num_workers=2)]
-        took = -time.monotonic()
+        assert [batch.sum().item() for batch in DataLoader(torch.ones(64), batch_size=4, num_workers=2)] == [4.0] * 16
+        began = time.monotonic()
         time.sleep(0.3)
-        took += time.monotonic()
+        assert time.monotonic() - began >= 0.3
         here, there = os.pipe()
         threading.Timer(0.2, os.write, (there, b"x")).start()
-        read = os.read(here, 1)
-        met = threading.Event().wait(0.2)
+        assert os.read(here, 1) == b"x"
+        assert not threading.Event().wait(0.2)
         rank.gather(torch.zeros(1))
-    return batches, took, read, met
-
-
-@pytest.mark.around
-def test_a_process_that_is_asked_goes_on_undisturbed():
-    batches, took, read, met = run_processes(2, busy)[1]
-    assert batches == [4.0] * 16
-    assert took >= 0.3
-    assert (read, met) == (b"x", False)
 
 
 def test_this_process_shows_its_own():
     ready, done = threading.Event(), threading.Event()
-    with helper_thread(ready, done) as thread:
+
+    def helper_waits():
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=helper_waits, name="a helper")
+    thread.start()
+    try:
         ready.wait()
         with answering():
             asked = ask(os.getpid())
@@ -187,19 +163,9 @@ def test_this_process_shows_its_own():
         own = own_stack(threading.main_thread().ident)
         assert "this_process_shows" in own.innermost(2)
         assert "outer frames" in own.innermost(2)
-
-
-@contextlib.contextmanager
-def helper_thread(ready, done):
-    def helper_waits():
-        ready.set()
-        done.wait()
-
-    thread = threading.Thread(target=helper_waits, name="a helper")
-    thread.start()
-    yield thread
-    done.set()
-    thread.join()
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_afterwards_all_is_as_it_was():
@@ -300,21 +266,26 @@ def test_several_may_ask_at_once(rank):
     assert found == [[["<module>"]] * 20, "fine"][rank.rank]
 
 
-def test_a_collection_that_ends_the_thread_whose_stack_is_read():
-    assert run_processes(1, reads_stacks_while_threads_end, timeout=20.0) == [True]
+@on_processes(1, timeout=20.0)
+def test_a_collection_that_ends_the_thread_whose_stack_is_read(rank):
+    gc.collect()
+    for allocations in range(80):  # so that a collection begins at each of the frames
+        gc.disable()
+        ident = EndsItsThread().thread.ident
+        gc.set_threshold(gc.get_count()[0] + allocations)
+        gc.enable()
+        own_stack(ident)
+        gc.collect()
+    assert gc.isenabled()
 
 
-def collects_again_after_a_look(_rank):
+@on_processes(1)
+def test_collections_are_after_a_look_what_they_were_before(rank):
     with no_collection, no_collection:
-        child = os.fork()
-        if child == 0:  # such as a worker of a DataLoader, begun while another thread looks
-            os._exit(not gc.isenabled())
-    found = [gc.isenabled(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+        # such as a worker of a DataLoader, begun while another thread looks
+        assert in_child(lambda: not gc.isenabled()) == 0
+    assert gc.isenabled()
     gc.disable()
     with no_collection:
         pass
-    return [*found, gc.isenabled()]
-
-
-def test_collections_are_after_a_look_what_they_were_before():
-    assert run_processes(1, collects_again_after_a_look) == [[True, 0, False]]
+    assert not gc.isenabled()
