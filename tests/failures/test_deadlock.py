@@ -23,30 +23,21 @@ def rank(*waits, left=False, **launched):
 
 
 BOTH = (0, 1)
+A5, B2, C1 = wait("a", 5, *BOTH), wait("b", 2, *BOTH), wait("c", 1, *BOTH)
+OF_THREE = wait("a", 5, 0, 1, 2)  # needs all of them
 CASES = {
-    "two ranks in two groups": (
-        {0: rank(wait("a", 5, *BOTH), a=5, b=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2)},
-        {0, 1},
-    ),
-    "a rank that computes": ({0: rank(wait("a", 5, *BOTH), a=5)}, set()),
-    "a rank that has launched it": (
-        {0: rank(wait("a", 5, *BOTH), a=5, b=1), 1: rank(wait("b", 2, *BOTH), a=5, b=2)},
-        set(),
-    ),
-    "a group that the other does not name": (
-        {0: rank(wait("a", 5, *BOTH), a=5, b=1), 1: rank(wait("b", 2, *BOTH), b=2)},
-        set(),
-    ),
+    # what each rank waits for, and how many collectives of each group it has launched; which ranks are stuck
+    "two ranks in two groups": ({0: rank(A5, a=5, b=1), 1: rank(B2, a=4, b=2)}, {0, 1}),
+    "a rank that computes": ({0: rank(A5, a=5)}, set()),
+    "a rank that has launched it": ({0: rank(A5, a=5, b=1), 1: rank(B2, a=5, b=2)}, set()),
+    "a group that the other does not name": ({0: rank(A5, a=5, b=1), 1: rank(B2, b=2)}, set()),
     "one group, and one number, but two kinds": (
-        {0: rank(wait("a", 5, *BOTH), a=5), 1: rank(wait("a", 5, *BOTH, kind="barrier"), a=5)},
+        {0: rank(A5, a=5), 1: rank(wait("a", 5, *BOTH, kind="barrier"), a=5)},
         {0, 1},
     ),
-    "one collective that both are in": ({each: rank(wait("a", 5, *BOTH), a=5) for each in BOTH}, set()),
-    "a rank that has left": ({0: rank(wait("a", 5, *BOTH), a=5), 1: rank(a=4, left=True)}, {0}),
-    "a rank that has left after it has launched it": (
-        {0: rank(wait("a", 5, *BOTH), a=5), 1: rank(a=5, left=True)},
-        set(),
-    ),
+    "one collective that both are in": ({0: rank(A5, a=5), 1: rank(A5, a=5)}, set()),
+    "a rank that has left": ({0: rank(A5, a=5), 1: rank(a=4, left=True)}, {0}),
+    "a rank that has left after it has launched it": ({0: rank(A5, a=5), 1: rank(a=5, left=True)}, set()),
     "three in a circle": (
         {
             0: rank(wait("a", 1, 0, 1), a=1, c=0),
@@ -56,45 +47,28 @@ CASES = {
         {0, 1, 2},
     ),
     "a third that waits for the two": (
-        {
-            0: rank(wait("a", 5, 0, 1, 2), a=5, b=1),
-            1: rank(wait("b", 2, 0, 1), a=4, b=2),
-            2: rank(wait("a", 5, 0, 1, 2), a=5),
-        },
+        {0: rank(OF_THREE, a=5, b=1), 1: rank(B2, a=4, b=2), 2: rank(OF_THREE, a=5)},
         {0, 1, 2},
     ),
-    "two that wait for each other, while a third computes": (
-        {0: rank(wait("a", 5, 0, 1, 2), a=5, b=1), 1: rank(wait("b", 2, 0, 1), a=4, b=2)},
-        {0, 1},
-    ),
+    "two, while a third computes": ({0: rank(OF_THREE, a=5, b=1), 1: rank(B2, a=4, b=2)}, {0, 1}),
     "one that waits for a third as well, and the third computes": (
-        {0: rank(wait("a", 5, 0, 1, 2), a=5, c=1), 1: rank(wait("b", 2, 1, 2), a=4, b=2)},
+        {0: rank(OF_THREE, a=5, c=1), 1: rank(wait("b", 2, 1, 2), a=4, b=2)},
         set(),
     ),
-    "two threads, one of which can go on": (
-        {0: rank(wait("a", 5, *BOTH), wait("c", 1, *BOTH), a=5, b=1, c=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2, c=1)},
-        set(),
-    ),
-    "two threads that both wait for ever": (
-        {0: rank(wait("a", 5, *BOTH), wait("c", 1, *BOTH), a=5, b=1, c=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2, c=0)},
-        {0, 1},
-    ),
-    "a source that needs nobody": ({0: rank(wait("a", 5), a=5, b=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2)}, set()),
+    "two threads, one of which can go on": ({0: rank(A5, C1, a=5, b=1, c=1), 1: rank(B2, a=4, b=2, c=1)}, set()),
+    "two threads that both wait for ever": ({0: rank(A5, C1, a=5, b=1, c=1), 1: rank(B2, a=4, b=2, c=0)}, {0, 1}),
+    "a source that needs nobody": ({0: rank(wait("a", 5), a=5, b=1), 1: rank(B2, a=4, b=2)}, set()),
     "a number with messages that is one behind": (
-        {0: rank(wait("a", 5, *BOTH, exact=False), a=5, b=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2)},
+        {0: rank(wait("a", 5, *BOTH, exact=False), a=5, b=1), 1: rank(B2, a=4, b=2)},
         {0, 1},
     ),
     "a number with messages that is not comparable": (
-        {0: rank(wait("a", 9, *BOTH, exact=False), a=9, b=1), 1: rank(wait("b", 2, *BOTH), a=4, b=2)},
+        {0: rank(wait("a", 9, *BOTH, exact=False), a=9, b=1), 1: rank(B2, a=4, b=2)},
         set(),
     ),
 }
-
-
-CASES = {
-    name: ({number: replace(each, rank=number) for number, each in reports.items()}, expected)
-    for name, (reports, expected) in CASES.items()
-}
+for reports, _ in CASES.values():
+    reports.update({number: replace(each, rank=number) for number, each in reports.items()})
 
 
 @pytest.mark.parametrize(("reports", "expected"), CASES.values(), ids=CASES)

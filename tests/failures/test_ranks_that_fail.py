@@ -193,28 +193,29 @@ def test_an_allocation_that_fails_is_told(rank):
 # ---------------------------------------------------------------------------------- ranks that end
 
 
+HOW = {"exit": (leave, 3), "kill": (be_killed, -signal.SIGKILL), "between": (None, 1)}
+
+
 def ends(rank, how):
     model = lockstep.replicate(rank.make(Net), bucket_cap_mb=1e-5)
     mean_gradients(rank, model, 0)
     model.zero_grad()
-    call = {"exit": leave, "kill": be_killed}.get(how) if rank.rank == 1 else None
     if how == "between" and rank.rank == 1:
         raise KeyError(RAISED)
-    model(inputs(rank), call, 2).backward()
+    model(inputs(rank), HOW[how][0] if rank.rank == 1 else None, 2).backward()
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 3), ("kill", -signal.SIGKILL), ("between", 1)])
-def test_a_rank_that_ends_is_an_error_on_the_others(how, code):
-    outcomes = run_processes(3, ends, how, errors=True, group_timeout=3.0)
-    assert outcomes[1].returncode == code
-    assert isinstance(outcomes[1].error, KeyError if how == "between" else RankEndedError)
-    for rank in (0, 2):
-        error = outcomes[rank].error
-        assert type(error) is CommunicationError, outcomes[rank]
-        assert str(error).startswith(f"rank {rank} of 3: ")
-        assert "backward() failed" in str(error)
-        assert "Another rank has ended, was stopped, or did not run the same backward passes" in str(error)
-        assert outcomes[rank].returncode == 1
+@pytest.mark.parametrize("how", HOW)
+def test_a_rank_that_ends_is_an_error_on_the_others(how):
+    first, ended, last = run_processes(3, ends, how, errors=True, group_timeout=3.0)
+    assert ended.returncode == HOW[how][1]
+    assert isinstance(ended.error, KeyError if how == "between" else RankEndedError)
+    for rank, outcome in ((0, first), (2, last)):
+        assert type(outcome.error) is CommunicationError, outcome
+        assert str(outcome.error).startswith(f"rank {rank} of 3: ")
+        assert "backward() failed" in str(outcome.error)
+        assert "Another rank has ended, was stopped, or did not run the same backward passes" in str(outcome.error)
+        assert outcome.returncode == 1
 
 
 def test_a_rank_with_one_backward_less_is_an_error_on_the_others():
