@@ -23,42 +23,30 @@ def gradient(run):
     return model.weight.grad[0, 0].item()
 
 
-def twice(rank):
-    group, found = dist.group.WORLD, []
+@pytest.mark.parametrize(("world", "backend", "mean"), [(3, "gloo", 1.0), (3, "shm", 1.0), (1, "gloo", 0.0)])
+@on_processes(None, "world", "backend")
+def test_a_session_takes_a_group_and_leaves_it_as_it_is(rank, world, backend, mean):
+    group = dist.group.WORLD
     for _ in range(2):
         with lockstep.session(timeout=60.0) as run:
             assert run.group is group
-            found.append((run.rank, run.world_size, run.local_rank, run.backend, gradient(run)))
+            assert (run.rank, run.world_size, run.local_rank, run.backend) == (rank.rank, world, rank.rank, backend)
+            assert gradient(run) == mean
     total = torch.ones(1)
     dist.all_reduce(total)
-    assert total.item() == rank.world
-    return found
+    assert total.item() == world
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_session_takes_a_group_and_leaves_it_as_it_is(backend):
-    told = run_processes(3, twice, backend=backend)
-    assert told == [[(rank, 3, rank, backend, 1.0)] * 2 for rank in range(3)]
-
-
-def test_it_may_have_one_rank():
-    assert run_processes(1, twice) == [[(0, 1, 0, "gloo", 0.0)] * 2]
-
-
-def fails(rank):
-    with lockstep.session(timeout=60.0) as run:
+@on_processes(2, "backend")
+def test_a_failure_is_told_by_name(rank):
+    told = "rank 0 stops, because rank 1 failed in training: ValueError: of rank 1"
+    error, words = [(PeerFailure, told), (ValueError, "^of rank 1$")][rank.rank]
+    with pytest.raises(error, match=words), lockstep.session(timeout=60.0) as run:
         gradient(run)
         if rank.rank == 1:
             raise ValueError("of rank 1")
         gradient(run)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_failure_is_told_by_name(backend):
-    first, second = run_processes(2, fails, backend=backend, errors=True)
-    assert isinstance(first.error, PeerFailure)
-    assert "rank 0 stops, because rank 1 failed in training: ValueError: of rank 1" in str(first.error)
-    assert isinstance(second.error, ValueError)
 
 
 def raises(rank, options):

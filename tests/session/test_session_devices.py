@@ -88,14 +88,15 @@ class Stream:
         return False
 
 
-def end_with_the_device_at_work(rank):
+@on_processes(2, device="sim")
+def test_what_the_device_says_at_the_end_of_a_session_is_told_to_all(rank):
     dist.all_reduce(torch.ones(1))
-    try:
-        with lockstep.session(device="sim", timeout=60.0):
-            # until the process ends
-            mock.patch.object(torch.accelerator, "current_stream", return_value=Stream(rank.rank == 1)).start()
-    except (RuntimeError, PeerFailure) as error:
-        return str(error).partition("\n")[0]
+    words = "device-side assert triggered"
+    told = f"^rank 0 stops, because rank 1 failed in tear-down: RuntimeError: {words}"
+    error, words = [(PeerFailure, told), (RuntimeError, f"^{words}$")][rank.rank]
+    with pytest.raises(error, match=words), lockstep.session(device="sim", timeout=60.0):
+        # until the process ends
+        mock.patch.object(torch.accelerator, "current_stream", return_value=Stream(rank.rank == 1)).start()
 
 
 @on_processes(1, device="sim")
@@ -103,9 +104,3 @@ def test_a_device_whose_module_does_not_say_if_it_is_in_use_is_not_waited_for(ra
     assert accelerator() is not None  # and it stays known
     with mock.patch.object(torch, "get_device_module", return_value=object()):
         wait_for_accelerator(lambda: None)
-
-
-def test_what_the_device_says_at_the_end_of_a_session_is_told_to_all():
-    told, own = run_processes(2, end_with_the_device_at_work, device="sim")
-    assert own == "device-side assert triggered"
-    assert told == f"rank 0 stops, because rank 1 failed in tear-down: RuntimeError: {own}"

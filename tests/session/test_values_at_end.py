@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OutOfSyncError, PeerFailure
-from processes import run_processes
+from processes import on_processes, run_processes
 
 
 class Training:
@@ -227,8 +227,9 @@ def test_what_has_drifted_is_named_on_all_ranks_when_the_session_ends(backend):
         assert said in first[name], name
 
 
-def trained_before(rank):
-    """Train before the session, and write averaged weights on one rank in it, past the counters of versions."""
+@on_processes(2)
+def test_weights_that_were_trained_before_the_session_may_be_written_in_it(rank):
+    """As averaged weights on one rank, past the counters of versions."""
     model = lockstep.replicate(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
@@ -237,10 +238,6 @@ def trained_before(rank):
     with lockstep.session(device="cpu", timeout=60.0) as run:
         for parameter in model.parameters() if run.is_main else ():
             parameter.data.mul_(0.5)
-
-
-def test_weights_that_were_trained_before_the_session_may_be_written_in_it():
-    run_processes(2, trained_before)
 
 
 def raises(run):
@@ -262,21 +259,18 @@ def leaves_early(run):
     return kept
 
 
-def ends_otherwise(rank):
-    """Return, for each program, the class of what is raised where ranks have drifted and do not all end well."""
-    found = []
-    for program in (raises, leaves_by_status, leaves_early):
-        try:
-            in_session(program)
-        except BaseException as error:
-            found.append(type(error))
-        else:
-            found.append(None)
-    return found
-
-
-def test_nothing_is_compared_unless_all_ranks_end_well():
-    first, second = run_processes(2, ends_otherwise, launched=True)
-    assert first == [ValueError, None, PeerFailure]
-    assert second[:2] == [ValueError, SystemExit]
-    assert second[2] is not OutOfSyncError
+@pytest.mark.parametrize(
+    ("program", "raised"),
+    [(raises, [ValueError, ValueError]), (leaves_by_status, [None, SystemExit]), (leaves_early, [PeerFailure, None])],
+)
+@on_processes(2, launched=True)
+def test_nothing_is_compared_unless_all_ranks_end_well(rank, program, raised):
+    """Ranks have drifted, and do not all end well."""
+    found = None
+    try:
+        in_session(program)
+    except BaseException as error:
+        found = type(error)
+    assert found is not OutOfSyncError
+    if (program, rank.rank) != (leaves_early, 1):  # which may be told of the other one's failure, or has ended before
+        assert found is raised[rank.rank]
