@@ -9,7 +9,7 @@ from torch import nn
 import lockstep
 from checkpoints.runs import Kind, Run
 from lockstep.errors import CheckpointError
-from processes import run_processes
+from processes import on_processes
 from programs.ranks import on_ranks, replicated
 
 KINDS = {
@@ -34,32 +34,29 @@ class Failing:
             raise error
 
 
-def fails_and_goes_on(rank, kind, folder, first):
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.around), 2])
+@pytest.mark.parametrize(("kind", "backend"), list(zip(KINDS, ["gloo", "shm", "shm"], strict=True)))
+@on_processes(2, "backend")
+def test_a_run_goes_on_as_if_nobody_had_tried(rank, kind, first, tmp_path):
     """A run that tries to resume after some steps, fails and goes on has the bits of one that never tried."""
-    saving = Run(rank, kind)
+    saving = Run(rank, KINDS[kind])
     saving.train(until=5)
     for name in "amz":  # before all others, between them and after them
-        lockstep.save(folder / name, group=rank.group, step=5, **saving.state(), **{name: Failing(rank)})
-    plain = Run(rank, kind)
+        lockstep.save(tmp_path / name, group=rank.group, step=5, **saving.state(), **{name: Failing(rank)})
+    plain = Run(rank, KINDS[kind])
     plain.train(until=first + 3)
     wanted = plain.digests()
     for name, error in [("a", ValueError("of another model")), ("m", OSError("")), ("z", KeyboardInterrupt())]:
-        run = Run(rank, kind)
+        run = Run(rank, KINDS[kind])
         if first:
             run.train(until=first)
         losses = run.losses
         with pytest.raises(KeyboardInterrupt if name == "z" and rank.rank else CheckpointError) as caught:
-            lockstep.resume(folder / name, group=rank.group, **run.state(), **{name: Failing(rank, error)})
+            lockstep.resume(tmp_path / name, group=rank.group, **run.state(), **{name: Failing(rank, error)})
         assert not getattr(caught.value, "__notes__", [])
         assert len(losses) == first
         run.train(until=first + 3)
         run.check(wanted)
-
-
-@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.around), 2])
-@pytest.mark.parametrize(("kind", "backend"), list(zip(KINDS, ["gloo", "shm", "shm"], strict=True)))
-def test_a_run_goes_on_as_if_nobody_had_tried(kind, first, backend, tmp_path):
-    run_processes(2, fails_and_goes_on, KINDS[kind], tmp_path, first, backend=backend)
 
 
 def network():

@@ -55,10 +55,10 @@ def test_different_values_are_not(one, other):
 def test_a_value_that_differs_by_rank_is_named_and_may_be_marked(rank, tmp_path):
     with pytest.raises(AgreementError) as raised:
         lockstep.save(tmp_path, group=rank.group, epoch=rank.rank, names=["a"])
-    per_rank = lockstep.checkpoints.per_rank
-    folder = lockstep.save(tmp_path, group=rank.group, epoch=per_rank(rank.rank), names=["a"])
+    own = lockstep.checkpoints.per_rank(rank.rank)
+    folder = lockstep.save(tmp_path, group=rank.group, epoch=own, names=["a"])
     found = lockstep.resume(tmp_path, group=rank.group)
-    message, exists, epoch = str(raised.value), folder.exists(), found.values["epoch"]
-    assert message.startswith("save(): ranks differ in epoch: it is 0 on rank 0, and 1 on rank 1. One file has it")
-    assert "epoch=lockstep.checkpoints.per_rank(...)" in message
-    assert (exists, epoch) == (True, rank.rank)
+    told = "save(): ranks differ in epoch: it is 0 on rank 0, and 1 on rank 1. One file has it"
+    assert str(raised.value).startswith(told)
+    assert "epoch=lockstep.checkpoints.per_rank(...)" in str(raised.value)
+    assert (folder.exists(), found.values["epoch"]) == (True, rank.rank)

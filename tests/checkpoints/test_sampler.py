@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 import lockstep
 from lockstep.errors import CheckpointError, OptionError
-from threaded import run_ranks
+from programs.ranks import on_ranks
 
 ROWS = list(range(23))
 
@@ -25,6 +25,12 @@ def batches_of(sampler, epochs, size=4, **options):
         epoch = sampler.epoch
         for batch in sampler.batches(loader):
             yield epoch, batch.tolist()
+
+
+def resumed(order, state):
+    sampler = lockstep.ResumableSampler(order)
+    sampler.load_state_dict(state)
+    return sampler
 
 
 SAMPLERS = {
@@ -43,12 +49,11 @@ def test_it_goes_on_after_every_batch(kind, drop_last):
     for epoch, batch in batches_of(run, 3, drop_last=drop_last):
         wanted.append((epoch, batch))
         states.append(run.state_dict())
-    assert [epoch for epoch, _ in wanted][-1] == 2
+    assert wanted[-1][0] == 2
     for number, state in enumerate(states):
         torch.rand(1)  # the order has nothing to do with the numbers of the program
-        resumed = lockstep.ResumableSampler(SAMPLERS[kind]())
-        resumed.load_state_dict(state)
-        assert list(batches_of(resumed, 3, drop_last=drop_last)) == wanted[number:]
+        rest = batches_of(resumed(SAMPLERS[kind](), state), 3, drop_last=drop_last)
+        assert list(rest) == wanted[number:]
 
 
 def test_what_workers_have_fetched_ahead_is_not_consumed():
@@ -58,9 +63,7 @@ def test_what_workers_have_fetched_ahead_is_not_consumed():
     state = run.state_dict()
     assert state["consumed"] == 8
     rest = [batch for _, batch in seen]
-    resumed = lockstep.ResumableSampler(distributed())
-    resumed.load_state_dict(state)
-    assert [batch for _, batch in batches_of(resumed, 1)] == rest
+    assert [batch for _, batch in batches_of(resumed(distributed(), state), 1)] == rest
     assert sorted(chain.from_iterable(first + rest)) == sorted(distributed())
 
 
@@ -90,9 +93,7 @@ def test_another_number_of_ranks_shares_what_is_left(consumed):
     state = lockstep.ResumableSampler(distributed()).state_dict() | {"consumed": consumed}
     rest = []
     for rank in range(3):
-        sampler = lockstep.ResumableSampler(distributed(rank, 3))
-        sampler.load_state_dict(state)
-        rest += [row for _, batch in batches_of(sampler, 1) for row in batch]
+        rest += [row for _, batch in batches_of(resumed(distributed(rank, 3), state), 1) for row in batch]
     before = set(chain.from_iterable(had))
     assert before | set(rest) == set(ROWS)
     assert len(before & set(rest)) <= 2 + 1
@@ -117,7 +118,9 @@ def test_a_shards_position_is_its_ranks_own(tmp_path):
     assert not (folder / "data.pt").exists()
 
 
-def beside_a_loader_without_length(rank, others):
+@pytest.mark.parametrize("others", [2, 3, 5])
+@on_ranks(2)
+def test_a_batch_counts_when_training_has_it_also_where_another_loader_has_no_length(rank, others):
     """Rank 1 has a sampler, and rank 0 ``others`` batches of a loader that does not know how many it has."""
     model = lockstep.replicate(torch.nn.Linear(1, 1), process_group=rank.group)
     sampler = lockstep.ResumableSampler(SequentialSampler(ROWS[:5]))
@@ -126,14 +129,9 @@ def beside_a_loader_without_length(rank, others):
     for _ in lockstep.batches(own if rank.rank == 1 else (None for _ in range(others)), model):
         model(torch.ones(1, 1)).sum().backward()
         seen.append((sampler.epoch, sampler.consumed))
-    return seen, (sampler.epoch, sampler.consumed)
-
-
-@pytest.mark.parametrize("others", [2, 3, 5])
-def test_a_batch_counts_when_training_has_it_also_where_another_loader_has_no_length(others):
-    _, (seen, end) = run_ranks(2, beside_a_loader_without_length, others)
-    assert seen == [(0, 2), (0, 4), *[(0, 5)] * max(1, others - 2)]
-    assert end == (1, 0)
+    if rank.rank == 1:
+        assert seen == [(0, 2), (0, 4), *[(0, 5)] * max(1, others - 2)]
+        assert (sampler.epoch, sampler.consumed) == (1, 0)
 
 
 def test_what_is_refused():
