@@ -51,50 +51,40 @@ def steps_alike(rank, model):
     return all(alike) and all(rank.all_equal(parameter) for parameter in model.parameters())
 
 
-def nothing(rank, model):
-    """Nothing comes before the batch that fails."""
-
-
-def reduced(rank, model):
-    """A backward that synchronises."""
-    model(rank).backward()
-
-
-def reduced_in_part(rank, model):
-    """A backward that synchronises, and leaves out a layer."""
-    model(rank, uses_extra=False).backward()
+def backward(rank, model, **how):
+    model(rank, **how).backward()
 
 
 def piled_up(rank, model):
-    """A micro-batch that does not synchronise."""
     with model.no_sync():
-        model(rank).backward()
+        backward(rank, model)
 
 
 def piled_up_on_one_rank(rank, model):
-    """One that only one rank has, and another layer."""
-    model(rank, uses_extra=False).backward()
+    backward(rank, model, uses_extra=False)
     if rank.rank == 1:
-        with model.no_sync():
-            model(rank).backward()
-
-
-def both(rank, model):
-    """A reduced gradient, to which a micro-batch has been added."""
-    reduced(rank, model)
-    piled_up(rank, model)
+        piled_up(rank, model)
 
 
 def weighed(rank, model):
-    """A micro-batch with a weight."""
     with lockstep.accumulate(model, last=False, weight=1 + rank.rank):
-        model(rank).backward()
+        backward(rank, model)
 
 
-BEFORE = [nothing, reduced, reduced_in_part, piled_up, piled_up_on_one_rank, both, weighed]
+BEFORE = {
+    "nothing": lambda rank, model: None,
+    "a backward that synchronises": backward,
+    "one that leaves out a layer": lambda rank, model: backward(rank, model, uses_extra=False),
+    "a micro-batch that does not synchronise": piled_up,
+    "one that only one rank has, and another layer": piled_up_on_one_rank,
+    "a reduced gradient, and a micro-batch": lambda rank, model: (backward(rank, model), piled_up(rank, model)),
+    "a micro-batch with a weight": weighed,
+}
+"""What comes before the batch that fails."""
+SOME = [name for name, before in BEFORE.items() if before not in (backward, piled_up_on_one_rank, weighed)]
 
 
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
 @pytest.mark.parametrize(
     ("width", "cap", "settled", "hosts"),
     [
@@ -108,7 +98,7 @@ def test_no_rank_has_a_gradient_after_a_backward_that_failed_on_one(rank, before
     found = []
     model = replicated(rank, lambda: Net(width), bucket_cap_mb=cap)
     for _ in range(settled):
-        model(rank).backward()
+        backward(rank, model)
         model.zero_grad()
     for fails in ["early", "between", "late"]:
         for failing in range(rank.world):
@@ -140,11 +130,12 @@ def weight_on_one_rank(rank, model):
 
 def hook_on_one_rank(rank, model):
     """One rank has a communication hook, which the ranks find out before they send anything else."""
+    hook = None, lambda state, bucket: bucket.buffer()
     if rank.rank == 1:
-        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+        model.register_comm_hook(*hook)
     raised = error_of(model(rank).backward)
     if rank.rank == 0:
-        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+        model.register_comm_hook(*hook)
     return raised
 
 
@@ -168,14 +159,14 @@ def layer_on_one_rank(rank, model):
         (layer_on_one_rank, {AgreementError}),
     ],
 )
-@pytest.mark.parametrize("before", [nothing, piled_up, reduced_in_part, both])
+@pytest.mark.parametrize("before", SOME)
 @on_ranks(2)
 def test_no_rank_has_a_gradient_after_an_error_on_all(rank, fail, kinds, before):
     model = replicated(rank, lambda: Net(2))
     if fail is not hook_on_one_rank:  # else it would be agreed on in the round before
-        model(rank).backward()
+        backward(rank, model)
         model.zero_grad()
-    before(rank, model)
+    BEFORE[before](rank, model)
     raised, left, alike = fail(rank, model), given(model), steps_alike(rank, model)
     assert raised in kinds
     assert (left, alike) == ([], True)

@@ -282,10 +282,11 @@ def test_if_the_store_fails_with_a_rank_no_other_rank_is_blamed(victim, monkeypa
             return None
         return str(not_met(store, rank, (CommunicationError, PeerFailure)))
 
-    told = {rank: message for rank, message in enumerate(run_ranks(4, train)) if rank != victim}
-    for rank, message in told.items():
-        named = message.startswith(f"rank {rank} stops, because rank {victim} has ended without a word")
-        assert named or "that is rank 0, unless a launcher hosts it" in message, told
+    told = run_ranks(4, train)
+    for rank, message in enumerate(told):
+        if rank != victim:
+            named = message.startswith(f"rank {rank} stops, because rank {victim} has ended without a word")
+            assert named or "that is rank 0, unless a launcher hosts it" in message, told
 
 
 def test_of_ranks_that_have_come_none_is_blamed_for_a_time_out(store):

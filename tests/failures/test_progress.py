@@ -12,7 +12,7 @@ import torch
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
 from lockstep.failures.progress import NAME, Page, Phase, Progress, page_of, pages_of
-from processes import run_processes
+from processes import in_child, run_processes
 
 pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
 
@@ -119,15 +119,12 @@ def test_a_page_of_another_version_is_refused(progress):
 
 def test_a_forked_process_is_not_the_rank(progress):
     progress.step = 1
-    here, there = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def child():
         progress.step = 99
-        os.write(there, bytes([progress.step, len(read()), len(read(os.getppid()))]))
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert list(os.read(here, 3)) == [99, 0, 1]
-    os.close(here), os.close(there)
+        return 0 if [progress.step, len(read()), len(read(os.getppid()))] == [99, 0, 1] else 1
+
+    assert in_child(child) == 0
     assert [seen.step for seen in read()] == [1]
 
 
@@ -136,13 +133,11 @@ def page_after_a_kill(rank):
     pid = int(rank.gather(torch.tensor([os.getpid()]))[1])
     with progress.phase(Phase.OPTIMIZER):
         progress.step = 12
-        if rank.rank == 1:
-            rank.gather(torch.zeros(1))
-            rank.gather(torch.zeros(1))
-            os.kill(os.getpid(), 9)
         rank.gather(torch.zeros(1))  # rank 1 is where it will be killed
         page = page_of(pid, "digits", 1)
         rank.gather(torch.zeros(1))
+        if rank.rank == 1:
+            os.kill(pid, 9)
         with contextlib.suppress(InspectionError):  # somebody else has noticed its end before
             while not proc.status_of(pid).ended:
                 time.sleep(0.001)
