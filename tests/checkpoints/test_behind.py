@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
+from checkpoints.disk import raising
 from lockstep._base.store import BoundedStore
 from lockstep.checkpoints import per_rank, saving
 from lockstep.checkpoints.files import FileSystem
@@ -44,8 +45,7 @@ class HeldFiles(FileSystem):
 
 
 class FullDisk(FileSystem):
-    def create(self, path):
-        raise OSError(28, "No space left on device")
+    create = raising(OSError(28, "No space left on device"))
 
 
 @pytest.fixture
@@ -226,14 +226,11 @@ def test_what_neighbours_say_alike_is_written_once(store):
     assert store.get("0 of all") == b'[["0", 2], ["1", 2]]'
 
 
-def failed():
-    raise PeerFailure("rank 1 has ended", rank=1, step=1, phase="", reason="", traceback=None, stacks=None)
-
-
 SILENT = r"save\(\), behind the training: rank 1, 2 has not answered"
+FAILED = PeerFailure("rank 1 has ended", rank=1, step=1, phase="", reason="", traceback=None, stacks=None)
 ENDS = {
     "a time-out": ({"timeout": 0.2}, CommunicationError, SILENT),
-    "a failed rank": ({"check": failed}, PeerFailure, "rank 1 has ended"),
+    "a failed rank": ({"check": raising(FAILED)}, PeerFailure, "rank 1 has ended"),
 }
 
 

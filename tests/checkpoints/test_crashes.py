@@ -91,51 +91,45 @@ def states_after_crashes(calls, root, at_random):
 
 
 def crash_everywhere(rank, folder, files, at_random, every):
+    """The number of states in which a crash may leave a disk; from each of which the run is resumed."""
     path = folder / "disk" / "run"
     if rank.rank == 0:
-        (folder / "disk").mkdir()
+        path.parent.mkdir()
     meet(rank)
-    calls = record(rank, path, files)
+    states = states_after_crashes(list(record(rank, path, files)), path.parent, at_random)
     count = 0
-    states = states_after_crashes(list(calls), folder / "disk", at_random)
-    for number, (completed, tree) in enumerate(itertools.islice(states, 0, None, every)):
-        here = folder / f"crash-{number}"
+    for count, (completed, tree) in enumerate(itertools.islice(states, 0, None, every), 1):
+        here = folder / f"crash-{count}"
         if rank.rank == 0:
             put(tree, here)
         meet(rank)
         check_resumed(rank, here / "run", completed)
-        count += 1
-        if number % 10 == 0:  # and the run goes on from there
+        if count % 10 == 1:  # and the run goes on from there
             lockstep.save(here / "run", step=99, group=rank.group, number=99)
             assert lockstep.resume(here / "run", group=rank.group).values == {"number": 99}
         meet(rank)
         if rank.rank == 0:
             shutil.rmtree(here)
-    return len(calls), count
-
-
-def crash(capsys, world, folder, at_random, every, timeout=90.0):
-    files = RecordingFileSystem()
-    results = run_ranks(world, crash_everywhere, folder, files, at_random, every, timeout=timeout, group_timeout=60.0)
-    assert {call.what for call in files.calls} == {
-        "make_folder", "create", "write", "sync", "sync_folder", "rename", "remove", "remove_folder", "saved"
-    }  # fmt: skip
-    calls, count = results[0]
-    with capsys.disabled():
-        print(f"\n{world} rank(s), {calls} calls to the file system: {count} states after a crash, all resumed")
     return count
 
 
 # Through some of the states; that of two ranks through fewer, since their collectives take most of the time.
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    ("world", "at_random", "every", "least"), [(1, 2, 3, 50), pytest.param(2, 1, 6, 40, marks=pytest.mark.around)]
+    ("world", "at_random", "every", "least"),
+    [
+        (1, 2, 3, 50),
+        pytest.param(2, 1, 6, 40, marks=pytest.mark.around),
+        pytest.param(1, 100, 1, 300, marks=pytest.mark.soak),
+        pytest.param(2, 10, 1, 300, marks=pytest.mark.soak),
+    ],
 )
 def test_a_crash_at_any_moment_loses_no_whole_checkpoint(world, at_random, every, least, tmp_path, capsys):
-    assert crash(capsys, world, tmp_path, at_random, every) > least
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("world", "at_random"), [(1, 100), (2, 10)])
-def test_a_crash_at_any_moment_in_many_ways(world, at_random, tmp_path, capsys):
-    assert crash(capsys, world, tmp_path, at_random, 1, timeout=2900.0) > 300
+    files, timeout = RecordingFileSystem(), 90.0 if every > 1 else 2900.0
+    results = run_ranks(world, crash_everywhere, tmp_path, files, at_random, every, timeout=timeout, group_timeout=60.0)
+    assert {call.what for call in files.calls} == {
+        "make_folder", "create", "write", "sync", "sync_folder", "rename", "remove", "remove_folder", "saved"
+    }  # fmt: skip
+    with capsys.disabled():
+        print(f"\n{world} rank(s), {len(files.calls)} calls to the file system: {results[0]} states after a crash")
+    assert results[0] > least

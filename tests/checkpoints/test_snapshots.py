@@ -211,45 +211,44 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path, host_memory):
 # ------------------------------------------------------------------------------------------- pace
 
 
-class Clock:
-    now = 0.0
+class Paced:
+    """A training of steps of 10 ms."""
 
-    def __call__(self):
-        return self.now
+    def __init__(self):
+        self.now = 0.0
+        self.pace = SnapshotPace(lambda: self.now)
 
-
-def paced(clock, pace, steps, seconds, at_most=0.02):
-    """The steps, of 10 ms, after which a snapshot is taken that takes ``seconds``."""
-    taken = []
-    for step in range(1, steps + 1):
-        clock.now += 0.01
-        if pace.is_due(None, at_most):
-            taken.append(step)
-            clock.now += seconds
-            pace.took(*pace.times(), at_most)
-    return taken
+    def train(self, steps, seconds=0.0029):
+        """The steps after which a snapshot is taken, which takes some seconds."""
+        taken = []
+        for step in range(1, steps + 1):
+            self.now += 0.01
+            if self.pace.is_due(None, 0.02):
+                taken.append(step)
+                self.now += seconds
+                self.pace.took(*self.pace.times(), 0.02)
+        return taken
 
 
 def test_snapshots_take_the_share_of_the_time_that_they_may():
-    clock = Clock()
-    taken = paced(clock, SnapshotPace(clock), 1000, 0.0029)
+    paced = Paced()
+    taken = paced.train(1000)
     assert taken[:4] == [2, 30, 45, 60]  # the first two calls show what a step takes; the second one waits for two
-    assert 0.9 < 0.0029 * len(taken) / (0.02 * clock.now) <= 1.0
+    assert 0.9 < 0.0029 * len(taken) / (0.02 * paced.now) <= 1.0
 
 
-def test_a_pause_does_not_make_snapshots_more_frequent():
-    clock = Clock()
-    pace = SnapshotPace(clock)
-    paced(clock, pace, 100, 0.0029)
-    clock.now += 60  # an evaluation
-    assert len(paced(clock, pace, 100, 0.0029)) <= 8  # one more than before, since the pause looks like a slow step
-
-
-def test_snapshots_that_become_slower_come_later():
-    clock = Clock()
-    pace = SnapshotPace(clock)
-    paced(clock, pace, 100, 0.0029)
-    assert len(paced(clock, pace, 100, 0.029)) == 1
+@pytest.mark.parametrize(
+    ("pause", "seconds", "least", "most"),
+    [
+        (60, 0.0029, 0, 8),  # an evaluation: one more than before, since the pause looks like a slow step
+        (0, 0.029, 1, 1),  # snapshots become slower
+    ],
+)
+def test_after_a_pause_snapshots_are_not_more_frequent_and_slower_ones_come_later(pause, seconds, least, most):
+    paced = Paced()
+    paced.train(100)
+    paced.now += pause
+    assert least <= len(paced.train(100, seconds)) <= most
 
 
 def test_every_counts_calls():
@@ -370,22 +369,19 @@ def test_what_killed_processes_have_not_finished_goes_with_the_next_snapshot(ran
 
 @on_ranks(2)
 def test_ranks_that_take_snapshots_of_different_steps(rank, tmp_path):
-    made = MemoryFolder(tmp_path / "memory")
-    taken = _Snapshot(tmp_path / "disk", made, Ranks(rank.group), 0, None)
-    made.folder.mkdir(exist_ok=True)
+    taken = _Snapshot(tmp_path / "disk", MemoryFolder(tmp_path), Ranks(rank.group), 0, None)
     with pytest.raises(AgreementError, match="ranks differ in step: 1 on rank 0, 2 on rank 1"):
         taken.save({}, 1, 1 + rank.rank)
 
 
-def test_nothing_is_waited_for_in_memory(tmp_path):
+def test_nothing_is_waited_for_in_memory(tmp_path, monkeypatch):
     files = MemoryFiles()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", None)
-        files.make_folder(tmp_path / "new")
-        file = files.create(tmp_path / "new" / "file")
-        file.write(b"data")
-        files.sync(file, tmp_path)
-        file.close()
+    monkeypatch.setattr(os, "fsync", None)
+    files.make_folder(tmp_path / "new")
+    file = files.create(tmp_path / "new" / "file")
+    file.write(b"data")
+    files.sync(file, tmp_path)
+    file.close()
     assert (tmp_path / "new" / "file").read_bytes() == b"data"
 
 

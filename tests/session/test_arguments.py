@@ -48,9 +48,8 @@ def test_a_misspelt_option_of_a_session_is_told():
 
 def test_a_backend_that_pytorch_is_built_without_is_told(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(
-        OptionError, match=r"session\(\): PyTorch is built without .* 'nccl' here; there are gloo, .*shm$"
-    ):
+    told = r"session\(\): PyTorch is built without .* 'nccl' here; there are gloo, .*shm$"
+    with pytest.raises(OptionError, match=told):
         lockstep.session("nccl")
     with pytest.raises(OptionError, match=r"there is no backend 'ncl'; there are gloo, ") as caught:
         lockstep.session("ncl")
@@ -59,9 +58,8 @@ def test_a_backend_that_pytorch_is_built_without_is_told(monkeypatch):
 
 @pytest.mark.parametrize("name", ["rank", "device", "save", "is_main"])
 def test_an_attribute_of_a_session_that_has_not_begun(name):
-    with pytest.raises(
-        AttributeError, match=rf"session\(\) has no attribute '{name}': .*`with lockstep.session\(\) as"
-    ):
+    told = rf"session\(\) has no attribute '{name}': .*`with lockstep.session\(\) as"
+    with pytest.raises(AttributeError, match=told):
         getattr(lockstep.session(), name)
 
 
@@ -189,13 +187,11 @@ def test_a_call_after_the_session_is_told_where_it_belongs(call):
         call(run, model)
 
 
-def test_without_a_group_the_session_is_named():
-    for call in (
-        lambda: lockstep.mean(1.0),
-        lambda: lockstep.check_in_sync(torch.nn.Linear(1, 1)),
-        lockstep.should_stop,
-    ):
-        with pytest.raises(
-            CommunicationError, match=r"no process group yet: begin one by `with lockstep.session\(\) as"
-        ):
-            call()
+@pytest.mark.parametrize(
+    "call",
+    [lambda: lockstep.mean(1.0), lambda: lockstep.check_in_sync(torch.nn.Linear(1, 1)), lockstep.should_stop],
+    ids=["mean", "check_in_sync", "should_stop"],
+)
+def test_without_a_group_the_session_is_named(call):
+    with pytest.raises(CommunicationError, match=r"no process group yet: begin one by `with lockstep.session\(\) as"):
+        call()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,25 +75,23 @@ def test_processes_that_were_started_again_do_not_meet_those_before_them():
     assert run_ranks(3, meet, [True, True, True], "third") == ["third"] * 3
 
 
-def test_rank_0_serves_a_process_that_comes_after_one_of_its_number_was_killed():
-    store, came = dist.HashStore(), threading.Event()
+def test_rank_0_serves_a_process_that_comes_after_one_of_its_number_was_killed(store):
+    came = threading.Event()
     store.set("of rank 1", "killed")
 
     def rank_0():
         with part_of_incarnation(store, 0, 2, 20.0):
             assert came.wait(20)
 
-    thread = threading.Thread(target=rank_0)
-    thread.start()
-    store.wait(["killed"])  # it has its token, and does not ask for it
-    with part_of_incarnation(store, 1, 2, 20.0):
-        came.set()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        served = pool.submit(rank_0)
+        store.wait(["killed"])  # it has its token, and does not ask for it
+        with part_of_incarnation(store, 1, 2, 20.0):
+            came.set()
+        served.result()
 
 
 def test_rank_0_does_not_come():
-    with (
-        pytest.raises(CommunicationError, match=r"rank 1: rank 0 of 2 has not come within 0.1 s"),
-        part_of_incarnation(dist.HashStore(), 1, 2, 0.1),
-    ):
+    told = pytest.raises(CommunicationError, match=r"rank 1: rank 0 of 2 has not come within 0.1 s")
+    with told, part_of_incarnation(dist.HashStore(), 1, 2, 0.1):
         raise AssertionError

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -169,20 +170,22 @@ def test_what_the_program_installs_meanwhile_stays_and_what_it_ignores_stays_ign
         assert signal.getsignal(signal.SIGTERM) is wait_until
 
 
+def in_thread(function):
+    """Call it in another thread, and return what it returns."""
+    with ThreadPoolExecutor(thread_name_prefix="second") as pool:
+        return pool.submit(function).result()
+
+
 def test_another_thread_cannot_take_over_and_says_so():
-    requests, seen = StopRequests(name="rank 3"), []
+    requests, before = StopRequests(name="rank 3"), state()
 
     def takes_over():
-        with pytest.warns(RuntimeWarning, match="rank 3 cannot take over SIGINT and SIGTERM in thread 'second'"):
+        with pytest.warns(RuntimeWarning, match="rank 3 cannot take over SIGINT and SIGTERM in thread 'second_0'"):
             requests.take_over()
         requests.take_over()  # said once
-        seen.append(requests.requested)
 
-    before = state()
-    thread = threading.Thread(target=takes_over, name="second")
-    thread.start()
-    thread.join()
-    assert seen == [None]
+    in_thread(takes_over)
+    assert requests.requested is None
     assert state() == before
     requests.end()
 
@@ -191,9 +194,7 @@ def test_ended_by_another_thread_signals_do_what_they_did_as_soon_as_one_comes()
     before = state()
     requests = StopRequests()
     requests.take_over()
-    thread = threading.Thread(target=requests.end)
-    thread.start()
-    thread.join()
+    in_thread(requests.end)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert state() == before
