@@ -13,6 +13,7 @@ import re
 import shutil
 import threading
 import warnings
+from pathlib import Path
 
 import numpy
 import pytest
@@ -142,25 +143,35 @@ def test_the_newest_stay_and_the_last_saved_is_the_newest(tmp_path):
     assert lockstep.resume(tmp_path).folder.name == "save-000004-step-00000015"
 
 
+def flip_a_bit(file):
+    data = file.read_bytes()
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+
 DAMAGE = {
-    "no marker": (lambda f: (f / "COMPLETE").unlink(), "writing it was not finished: it has no file COMPLETE"),
-    "half a marker": (lambda f: (f / "COMPLETE").write_text("1f"), "its file COMPLETE is not whole"),
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read: .*No such file"),
-    "another manifest": (lambda f: (f / "manifest.json").write_text("{}"), "its SHA-256 is another than COMPLETE says"),
-    "a file less": (lambda f: (f / "x.pt").unlink(), r"x.pt, written by rank 0 on .*, is missing"),
-    "half a file": (lambda f: (f / "x.pt").write_bytes(b"x"), r"x.pt, written by rank 0 on .*, has 1 bytes, not \d+"),
-    "a flipped bit": (
-        lambda f: (f / "x.pt").write_bytes(bytes([(data := (f / "x.pt").read_bytes())[0] ^ 1]) + data[1:]),
-        "x.pt is not what rank 0 on .* wrote: it has another SHA-256",
+    "no marker": ("COMPLETE", Path.unlink, "writing it was not finished: it has no file COMPLETE"),
+    "half a marker": ("COMPLETE", lambda file: file.write_text("1f"), "its file COMPLETE is not whole"),
+    "no manifest": ("manifest.json", Path.unlink, "manifest.json cannot be read: .*No such file"),
+    "another manifest": (
+        "manifest.json",
+        lambda file: file.write_text("{}"),
+        "its SHA-256 is another than COMPLETE says",
     ),
+    "a file less": ("x.pt", Path.unlink, r"x.pt, written by rank 0 on .*, is missing"),
+    "half a file": (
+        "x.pt",
+        lambda file: file.write_bytes(b"x"),
+        r"x.pt, written by rank 0 on .*, has 1 bytes, not \d+",
+    ),
+    "a flipped bit": ("x.pt", flip_a_bit, "x.pt is not what rank 0 on .* wrote: it has another SHA-256"),
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
-def test_a_torn_one_is_skipped_with_the_reason(damage, reason, tmp_path):
+@pytest.mark.parametrize(("file", "damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_a_torn_one_is_skipped_with_the_reason(file, damage, reason, tmp_path):
     for step in (1, 2):
-        damaged = lockstep.save(tmp_path, step=step, x=torch.ones(9))
-    damage(damaged)
+        newest = lockstep.save(tmp_path, step=step, x=torch.ones(9))
+    damage(newest / file)
     with pytest.warns(UserWarning, match=f"skipped save-000002-step-00000002: .*{reason}"):
         assert lockstep.resume(tmp_path).step == 1
     lockstep.save(tmp_path, step=3, keep=9, x=1)  # and the number of the torn one is not used again
@@ -272,16 +283,14 @@ def test_two_runs_that_write_to_one_path_are_noticed(tmp_path):
 
 def test_two_runs_that_save_at_the_same_moment(tmp_path):
     lockstep.save(tmp_path, step=1)
-    files = FileSystem()
-    rename = files.rename
 
-    def late_rename(path, new):
-        shutil.copytree(tmp_path / "save-000001-step-00000001", new)
-        rename(path, new)
+    class Late(FileSystem):
+        def rename(self, path, new):
+            shutil.copytree(tmp_path / "save-000001-step-00000001", new)
+            super().rename(path, new)
 
-    files.rename = late_rename
     with pytest.raises(CheckpointError, match=r"(?s)not empty|exists"):
-        Saving(tmp_path, files, Ranks(None)).save({}, 3, 2)
+        Saving(tmp_path, Late(), Ranks(None)).save({}, 3, 2)
     assert names_in(tmp_path) == ["save-000001-step-00000001", "save-000002-step-00000002"]
     assert (tmp_path / "save-000002-step-00000002" / "COMPLETE").exists()
 

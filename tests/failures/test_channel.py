@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -182,26 +183,20 @@ def test_a_rank_whose_connections_end_without_a_word_has_ended(world, store):
 
 @on_ranks(3)
 def test_who_leaves_in_order_fails_for_nobody_but_those_who_wait_for_it(rank, store):
-    this = channel(store, rank)
-    this.progress.step = 7
-    if rank.rank == 1:
-        this.announce_end()
-        assert not this.wait_for_others(0.1)
-        this.wait_for_others(SOON)
-        this.close()
-        assert this.failure is None
-        return
-    began = time.monotonic()
-    with pytest.raises(PeerFailure, match=f"rank {rank.rank} stops, because rank 1 has left .* after step 7"):
-        while time.monotonic() < began + SOON:
-            this.check()
-            this.check_waiting([2, 0], began)
-            this.check_waiting([0, 1, 2] if rank.rank == 0 else [], began)
-            time.sleep(0.01)
-    this.announce_end()
-    this.wait_for_others(SOON)
-    this.close()
-    assert this.failure.kind is Kind.LEFT
+    with met(store, rank) as this:
+        this.progress.step = 7
+        if rank.rank == 1:
+            this.announce_end()
+            assert not this.wait_for_others(0.1)
+        else:
+            began = time.monotonic()
+            with pytest.raises(PeerFailure, match=f"rank {rank.rank} stops, because rank 1 has left .* after step 7"):
+                while time.monotonic() < began + SOON:
+                    this.check()
+                    this.check_waiting([2, 0], began)
+                    this.check_waiting([0, 1, 2] if rank.rank == 0 else [], began)
+                    time.sleep(0.01)
+    assert (this.failure and this.failure.kind) == (Kind.LEFT, None, Kind.LEFT)[rank.rank]
 
 
 @on_ranks(4)
@@ -452,18 +447,11 @@ def test_strangers_are_turned_away(store):
     strangers[2]._socket.send(b"GET / HTTP/1.1\r\n\r\n")
     strangers[3]._socket.send(b"\x02\0\0\0[]")
     strangers[4]._socket.send(b"\x1e\0\0\0" + '{"rank": 1, "secret": "\xe9\xe9"}'.encode().ljust(30))
-    found = []
-
-    def meet():
-        pair, other_listener, _ = other.connect(SOON, lambda: None)
-        found.extend(pair)
-        other_listener.close()
-
-    met = threading.Thread(target=meet)
-    met.start()
-    neighbours, listener, _ = here.connect(SOON, lambda: None)
-    assert [each.place.pid for each in neighbours] == [os.getpid()] * 2  # known before they tell it themselves
-    met.join()
+    with ThreadPoolExecutor() as pool:
+        meets = pool.submit(other.connect, SOON, lambda: None)
+        neighbours, listener, _ = here.connect(SOON, lambda: None)
+        assert [each.place.pid for each in neighbours] == [os.getpid()] * 2  # known before they tell it themselves
+        found, other_listener, _ = meets.result()
     assert [each.peer for each in neighbours] == [1, 1]
     neighbours[0].send(b"hello")
     heard = []
@@ -471,5 +459,5 @@ def test_strangers_are_turned_away(store):
     while not heard and time.monotonic() < until:
         heard += found[1].receive()[0]
     assert heard == [b"hello"]
-    for each in (here, other, listener, *strangers, *neighbours, *found):
+    for each in (here, other, listener, other_listener, *strangers, *neighbours, *found):
         each.close()

@@ -21,7 +21,7 @@ import lockstep
 from lockstep.errors import CommunicationError, PeerError
 from processes import RankEndedError, in_child, on_processes, run_processes
 from programs.ranks import makes_means, on_ranks, replicated
-from small_modules import CallInBackward
+from small_modules import CallInBackward, error_of
 from threaded import run_ranks
 
 RAISED = "this rank's own error"
@@ -64,12 +64,15 @@ def mean_gradients(rank, model, seed):
     return makes_means(rank, model, lambda model: model(inputs(rank, seed)))
 
 
-def error_of(call):
-    try:
+def raises(call, error, *texts):
+    """A call ends with just this error, whose message has the texts."""
+    with pytest.raises(error) as caught:
         call()
-    except Exception as error:
-        return type(error), str(error)
-    return None, ""
+    assert type(caught.value) is error
+    assert all(text in str(caught.value) for text in texts), caught.value
+
+
+OWN = KeyError, repr(RAISED)
 
 
 # ---------------------------------------------------------------------------------- backward raises
@@ -85,15 +88,11 @@ def test_the_others_are_told_and_training_goes_on(rank, failing, behind, options
     if not first:
         mean_gradients(rank, model, 1)
         model.zero_grad()
-    raised = error_of(lambda: model(inputs(rank), fail if rank.rank == failing else None, behind).backward())
-    went_on = [mean_gradients(rank, model, seed) for seed in range(3)]
-    if rank.rank == failing:
-        assert raised == (KeyError, repr(RAISED))
-    else:
-        assert raised[0] is PeerError
-        assert f"rank {rank.rank}: backward failed on rank {failing} in round {1 if first else 2};" in raised[1]
-        assert "that rank's own error says why. No gradient has been handed out" in raised[1]
-    assert went_on == [True] * 3
+    words = f"rank {rank.rank}: backward failed on rank {failing} in round {1 if first else 2};"
+    others = PeerError, words, "that rank's own error says why. No gradient has been handed out"
+    call, told = (fail, OWN) if rank.rank == failing else (None, others)
+    raises(lambda: model(inputs(rank), call, behind).backward(), *told)
+    assert [mean_gradients(rank, model, seed) for seed in range(3)] == [True] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])  # these cannot carry the report
@@ -111,22 +110,21 @@ def test_the_others_are_told_where_there_are_buffers(rank, size, policy, value, 
 
     run(0)
     model.kept.fill_(rank.rank + 1.0)
-    raised, _ = error_of(lambda: run(1, fail if rank.rank == 1 else None))
+    raised = error_of(lambda: run(1, fail if rank.rank == 1 else None))
     kept, seen = model.kept[0].item(), []
     for seed in (2, 3):
         model.kept.fill_(rank.rank + 1.0)
         run(seed)
         seen.append(model.kept.unique().item())
     equal = all(rank.all_equal(torch.view_as_real(p.grad) if p.is_complex() else p.grad) for p in model.parameters())
-    assert (raised, kept, seen, equal) == [(PeerError, 1.0, [value] * 2, True), (KeyError, 2.0, [value] * 2, True)][
-        rank.rank
-    ]
+    assert (raised, kept) == [(PeerError, 1.0), (KeyError, 2.0)][rank.rank]
+    assert (seen, equal) == ([value] * 2, True)
 
 
 @on_ranks(2)
 def test_all_ranks_may_fail_at_once(rank):
     model = replicated(rank, Net)
-    raised = error_of(lambda: model(inputs(rank), fail, 2).backward())[0]
+    raised = error_of(lambda: model(inputs(rank), fail, 2).backward())
     assert (raised, mean_gradients(rank, model, 1)) == (KeyError, True)
 
 
@@ -135,7 +133,7 @@ def test_a_failure_that_nobody_waits_for_is_told_to_nobody(rank):
     """A failure under no_sync is this rank's alone."""
     model = replicated(rank, Net)
     with model.no_sync():
-        raised = error_of(lambda: model(inputs(rank), fail if rank.rank else None).backward())[0]
+        raised = error_of(lambda: model(inputs(rank), fail if rank.rank else None).backward())
     assert (raised, mean_gradients(rank, model, 1)) == [(None, True), (KeyError, True)][rank.rank]
 
 
@@ -143,13 +141,9 @@ def test_a_failure_that_nobody_waits_for_is_told_to_nobody(rank):
 def test_the_others_are_told_where_there_are_several_modules(failing, who):
     def train(rank):
         one, other = (replicated(rank, Net) for _ in range(2))
-        call = fail if rank.rank in failing else None
-        kind, message = error_of(lambda: (one(inputs(rank), call, 2) + other(inputs(rank))).backward())
-        if rank.rank in failing:
-            assert (kind, message) == (KeyError, repr(RAISED))
-        else:
-            assert kind is PeerError
-            assert f"the backward pass failed on {who} before its gradients were reduced" in message
+        others = PeerError, f"the backward pass failed on {who} before its gradients were reduced"
+        call, told = (fail, OWN) if rank.rank in failing else (None, others)
+        raises(lambda: (one(inputs(rank), call, 2) + other(inputs(rank))).backward(), *told)
         assert [mean_gradients(rank, module, 1) for module in (one, other)] == [True, True]
 
     run_ranks(1 + len(failing), train)
@@ -165,13 +159,8 @@ def test_hooks_that_go_on_failing_on_one_rank_end_in_a_timeout_on_the_others(ran
         return bucket.buffer()
 
     model.register_comm_hook(None, hook)
-    kind, message = error_of(lambda: model(inputs(rank)).backward())
-    if rank.rank == 1:
-        assert (kind, message) == (KeyError, repr(RAISED))
-    else:
-        assert kind is CommunicationError
-        assert "rank 0 of 2: backward() failed: " in message
-        assert "look at the first error of the other ranks" in message
+    told = CommunicationError, "rank 0 of 2: backward() failed: ", "look at the first error of the other ranks"
+    raises(lambda: model(inputs(rank)).backward(), *(told, OWN)[rank.rank])
 
 
 def limited_to(bytes):
@@ -183,7 +172,7 @@ def test_an_allocation_that_fails_is_told(rank):
     """The memory of a bucket cannot be had on one rank, at the end of backward; then it can."""
     model = lockstep.replicate(rank.make(lambda: nn.Linear(700, 700)))
     limited_to(1 << 20 if rank.rank == 1 else resource.RLIM_INFINITY)
-    raised = error_of(lambda: model(torch.ones(1, 700)).sum().backward())[0]
+    raised = error_of(lambda: model(torch.ones(1, 700)).sum().backward())
     limited_to(resource.RLIM_INFINITY)
     model.zero_grad()
     model(torch.full((1, 700), rank.rank + 1.0)).sum().backward()
@@ -218,35 +207,32 @@ def test_a_rank_that_ends_is_an_error_on_the_others(how):
         assert outcome.returncode == 1
 
 
-def test_a_rank_with_one_backward_less_is_an_error_on_the_others():
-    def train(rank):
-        model = replicated(rank, Net)
-        for step in range(3 - rank.rank):
-            model.zero_grad()
-            model(inputs(rank, step)).backward()
-
-    first, second = run_ranks(2, train, errors=True, group_timeout=2.0)
-    assert second is None
-    assert type(first) is CommunicationError
-    assert "rank 0 of 2: backward() failed" in str(first)
-    assert "one batch less" in str(first)
+@on_ranks(2, group_timeout=2.0)
+def test_a_rank_with_one_backward_less_is_an_error_on_the_others(rank):
+    model = replicated(rank, Net)
+    for step in range(2):
+        model.zero_grad()
+        model(inputs(rank, step)).backward()
+    if rank.rank == 0:
+        told = "rank 0 of 2: backward() failed", "one batch less"
+        raises(lambda: model(inputs(rank)).backward(), CommunicationError, *told)
 
 
 @pytest.mark.parametrize("ahead", [1, 5, 15])
 @on_ranks(2)
 def test_ranks_in_different_rounds_do_not_mix_their_gradients(rank, ahead):
-    words = f"{ahead} ahead", f"{ahead} behind"
     model = replicated(rank, Net)
     mean_gradients(rank, model, 0)
     if rank.rank == 1:
         state = lockstep.distributed.training_state_dict(model)
         lockstep.distributed.load_training_state_dict(model, {**state, "round": state["round"] + ahead})
-    kind, message = error_of(lambda: model(inputs(rank)).backward())
-    assert kind is PeerError
-    number = 2 if rank.rank == 0 else 2 + ahead
-    assert f"rank {rank.rank} is in its synchronised backward number {number}" in message
-    assert f"rank {1 - rank.rank} is {words[rank.rank]}" in message
-    assert "Let every rank run backward for every batch, or use join()" in message
+    raises(
+        lambda: model(inputs(rank)).backward(),
+        PeerError,
+        f"rank {rank.rank} is in its synchronised backward number {2 + ahead * rank.rank}",
+        f"rank {1 - rank.rank} is {ahead} {('ahead', 'behind')[rank.rank]}",
+        "Let every rank run backward for every batch, or use join()",
+    )
 
 
 # ---------------------------------------------------------------------------------- the group
@@ -262,12 +248,8 @@ def test_a_group_that_has_been_destroyed(rank):
     model(inputs(rank))
     with model.no_sync():
         model(inputs(rank)).backward()
-    kind, message = error_of(lambda: model(inputs(rank)).backward())
-    assert kind is CommunicationError
-    assert message.startswith(
-        f"rank {rank.rank}: the process group has been destroyed; gradients cannot be synchronised"
-    )
-    assert "or run this one under no_sync()" in message
+    told = f"rank {rank.rank}: the process group has been destroyed; gradients cannot be synchronised"
+    raises(lambda: model(inputs(rank)).backward(), CommunicationError, told, "or run this one under no_sync()")
 
 
 @on_processes(2)
@@ -288,7 +270,7 @@ def test_a_group_that_comes_later_is_waited_for(rank, tmp_path):
 def test_a_rank_outside_of_the_group_is_told(rank):
     group = dist.new_group([0, 1])
     if rank.rank == 2:
-        assert error_of(lambda: lockstep.replicate(Net(), process_group=group))[0] is not None
+        assert error_of(lambda: lockstep.replicate(Net(), process_group=group)) is not None
     else:
         model = lockstep.replicate(rank.make(Net), process_group=group)
         model(inputs(rank)).backward()

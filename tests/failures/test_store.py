@@ -178,27 +178,27 @@ def test_a_store_whose_process_has_ended_is_lost(host):
         store.get("key")
 
 
-def test_the_thread_ends_with_the_store():
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_thread_ends_with_the_store(closed):
     others = set(threading.enumerate())
+    store = BoundedStore(dist.HashStore())
 
     def threads():
         return {each for each in threading.enumerate() if each.name == "lockstep store"} - others
 
-    store = BoundedStore(dist.HashStore())
     assert threads() == set()
     store.set("key", "value")
     (thread,) = threads()
-    del store
-    gc.collect()
+    if closed:
+        store.close()
+    else:
+        del store
+        gc.collect()
     thread.join(30)
     assert threads() == set()
-    store = BoundedStore(dist.HashStore())
-    store.set("key", "value")
-    (thread,) = threads()
-    store.close()
-    thread.join(30)
-    with pytest.raises(StoreLostError, match="its group has ended"):
-        store.get("key")
+    if closed:
+        with pytest.raises(StoreLostError, match="its group has ended"):
+            store.get("key")
 
 
 def test_what_is_made_under_a_limit():
