@@ -1,5 +1,5 @@
 """File systems for tests: one that writes down what it is asked for, a disk that loses what was not synced, and one
-that fails."""
+that fails; and ranks that say on which hosts they are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.checkpoints.files import FileSystem, OpenFile
+from lockstep.checkpoints.ranks import Ranks
 
 
 def names_in(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
+
+
+def ranks_on(rank, hosts: str) -> Ranks:
+    """The ranks of a group, which are on hosts that are named by letters."""
+    made = Ranks(rank.group)
+    made.host = hosts[rank.rank]
+    return made
 
 
 def raising(error: BaseException):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import lockstep
-from checkpoints.disk import names_in
+from checkpoints.disk import names_in, ranks_on
 from lockstep.checkpoints import lineage, loadable, per_rank
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.folders import ABANDONED_AFTER
@@ -149,29 +149,25 @@ def flip_a_bit(file):
 
 
 DAMAGE = {
+    # the file, and what becomes of it: it may have other bytes
     "no marker": ("COMPLETE", Path.unlink, "writing it was not finished: it has no file COMPLETE"),
-    "half a marker": ("COMPLETE", lambda file: file.write_text("1f"), "its file COMPLETE is not whole"),
+    "half a marker": ("COMPLETE", b"1f", "its file COMPLETE is not whole"),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json cannot be read: .*No such file"),
-    "another manifest": (
-        "manifest.json",
-        lambda file: file.write_text("{}"),
-        "its SHA-256 is another than COMPLETE says",
-    ),
+    "another manifest": ("manifest.json", b"{}", "its SHA-256 is another than COMPLETE says"),
     "a file less": ("x.pt", Path.unlink, r"x.pt, written by rank 0 on .*, is missing"),
-    "half a file": (
-        "x.pt",
-        lambda file: file.write_bytes(b"x"),
-        r"x.pt, written by rank 0 on .*, has 1 bytes, not \d+",
-    ),
+    "half a file": ("x.pt", b"x", r"x.pt, written by rank 0 on .*, has 1 bytes, not \d+"),
     "a flipped bit": ("x.pt", flip_a_bit, "x.pt is not what rank 0 on .* wrote: it has another SHA-256"),
 }
 
 
-@pytest.mark.parametrize(("file", "damage", "reason"), DAMAGE.values(), ids=DAMAGE)
-def test_a_torn_one_is_skipped_with_the_reason(file, damage, reason, tmp_path):
+@pytest.mark.parametrize(("name", "damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_a_torn_one_is_skipped_with_the_reason(name, damage, reason, tmp_path):
     for step in (1, 2):
-        newest = lockstep.save(tmp_path, step=step, x=torch.ones(9))
-    damage(newest / file)
+        file = lockstep.save(tmp_path, step=step, x=torch.ones(9)) / name
+    if isinstance(damage, bytes):
+        file.write_bytes(damage)
+    else:
+        damage(file)
     with pytest.warns(UserWarning, match=f"skipped save-000002-step-00000002: .*{reason}"):
         assert lockstep.resume(tmp_path).step == 1
     lockstep.save(tmp_path, step=3, keep=9, x=1)  # and the number of the torn one is not used again
@@ -296,12 +292,6 @@ def test_two_runs_that_save_at_the_same_moment(tmp_path):
 
 
 # --------------------------------------------------------------------------- hosts with their own disks
-
-
-def ranks_on(rank, hosts):
-    made = Ranks(rank.group)
-    made.host = hosts[rank.rank]
-    return made
 
 
 def on_own_disks(rank, folder, hosts, later=None, damage=lambda path: None):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lockstep
-from checkpoints.disk import names_in
+from checkpoints.disk import names_in, ranks_on
 from lockstep.checkpoints import memory, per_rank
 from lockstep.checkpoints.layout import MARKER, UNFINISHED, list_saved
 from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room
@@ -276,18 +276,12 @@ def test_a_call_that_takes_no_snapshot_looks_at_nothing(tmp_path):
 # ------------------------------------------------------------------------------------------ hosts
 
 
-def ranks_of(rank, hosts):
-    made = Ranks(rank.group)
-    made.host = hosts[rank.rank]
-    return made
-
-
 def snapshot(rank, folder, hosts, number):
     """One snapshot of ranks on several hosts, which have one disk."""
     made = MemoryFolder(folder / "hosts" / hosts[rank.rank])
     made.folder.mkdir(parents=True, exist_ok=True)
     state = {"x": torch.full((900,), float(number)), "own": per_rank(rank.rank)}
-    taken = _Snapshot(folder / "disk", made, ranks_of(rank, hosts), 0, number - 1 or None)
+    taken = _Snapshot(folder / "disk", made, ranks_on(rank, hosts), 0, number - 1 or None)
     taken.save(state, 1, number)
     rank.gather(torch.zeros(1))
     assert taken.number == number
@@ -301,7 +295,7 @@ def on_rank_0(rank, call):
 
 def resume(rank, folder, hosts):
     x = torch.zeros(900)
-    resuming = Resuming(folder / "disk", ranks_of(rank, hosts), folder / "hosts" / hosts[rank.rank])
+    resuming = Resuming(folder / "disk", ranks_on(rank, hosts), folder / "hosts" / hosts[rank.rank])
     found = resuming.resume({"x": x})
     return found and (found.step, x.unique().item(), found.values.get("own"), resuming.in_memory)
 

@@ -15,6 +15,7 @@ import lockstep
 from lockstep.distributed import load_training_state_dict, training_state_dict
 from lockstep.errors import HookError, LayoutError, NotReplicableError
 from programs.ranks import on_ranks, replicated
+from sharded_runs import equal
 from threaded import count_collectives, run_ranks
 
 
@@ -53,10 +54,6 @@ def gone_on(rank, register, steps=4, more=3, **options):
         load_training_state_dict(second, saved[1])
     assert sent == []
     return wanted, train(rank, second, more, first=steps), saved[1]
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # ---------------------------------------------------------------------------------- round and plan
