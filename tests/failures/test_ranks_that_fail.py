@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.errors import CommunicationError, PeerError
+from lockstep.errors import CommunicationError, OptionError, PeerError
 from processes import RankEndedError, in_child, on_processes, run_processes
 from programs.ranks import makes_means, on_ranks, replicated
 from small_modules import CallInBackward, error_of
@@ -267,10 +267,21 @@ def test_a_group_that_comes_later_is_waited_for(rank, tmp_path):
 
 
 @on_processes(3)
-def test_a_rank_outside_of_the_group_is_told(rank):
+def test_a_rank_outside_of_the_group_is_told(rank, tmp_path):
     group = dist.new_group([0, 1])
     if rank.rank == 2:
-        assert error_of(lambda: lockstep.replicate(Net(), process_group=group)) is not None
+        for call in (
+            lambda: lockstep.replicate(Net(), process_group=group),
+            lambda: lockstep.replicate(Net(), process_group=group, shares=2),
+            lambda: lockstep.DistributedDataParallel(Net(), process_group=group),
+            lambda: lockstep.mean(torch.ones(1), group=group),
+            lambda: lockstep.save(tmp_path, group=group),
+            lambda: lockstep.watch(group),
+        ):
+            with pytest.raises(CommunicationError, match="this process is not in the process group that it was given"):
+                call()
+        with pytest.raises(OptionError, match="expected a process group, got str"):
+            lockstep.replicate(Net(), process_group="gloo")
     else:
         model = lockstep.replicate(rank.make(Net), process_group=group)
         model(inputs(rank)).backward()

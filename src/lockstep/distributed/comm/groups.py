@@ -70,25 +70,31 @@ def backends_of(group: Group) -> str:
 
 
 def resolve_group(group: Group | None) -> Group | None:
-    """Return ``group``, or the default group, or None if there is none yet."""
-    if group is not None:
-        return group
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    """Return ``group``, or the default group, or None if there is none yet.
+
+    Raises :class:`CommunicationError` on a rank outside of the group, and :class:`OptionError` for an object that is
+    not a group.
+    """
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise CommunicationError(
+            "this process is not in the process group that it was given: dist.new_group() returns "
+            "GroupMember.NON_GROUP_MEMBER on ranks that it leaves out. Make this call on the ranks of the group alone"
+        )
+    if not isinstance(group, dist.ProcessGroup | Backend):
+        raise OptionError(f"expected a process group, got {type(group).__name__}; leave it out for the default group")
+    return group
 
 
 def needed_group(group: Group | None) -> Group:
-    """Return ``group``, or the default group.
-
-    Raises :class:`CommunicationError` if there is none, and :class:`OptionError` for an object that is not a group.
-    """
+    """Return what :func:`resolve_group` does; raise :class:`CommunicationError` if there is no group yet."""
     found = resolve_group(group)
     if found is None:
         raise CommunicationError(
             "there is no process group yet: begin one by `with lockstep.session() as run:`, or call "
             "torch.distributed.init_process_group(), before this"
         )
-    if not isinstance(found, dist.ProcessGroup | Backend):
-        raise OptionError(f"expected a process group, got {type(found).__name__}; leave it out for the default group")
     return found
 
 
