@@ -193,10 +193,11 @@ def test_the_first_steps_are_over_when_they_have_been_made_however_fast_they_wer
     assert deadline.limit("training")[0] == seconds
 
 
-def test_a_long_start_is_no_step():
+@pytest.mark.parametrize("begun", [0, 1])
+def test_a_long_start_is_no_step(begun):
     deadline = Deadline(StallLimits(factor=20, minimum=60, timeout=600), 0.0)
-    deadline.observe(0, 400.0)
-    deadline.observe(8, 401.0)
+    deadline.observe(begun, 400.0)
+    deadline.observe(begun + 8, 401.0)
     assert deadline.limit("training")[0] == 60
 
 
