@@ -217,7 +217,7 @@ def ends(rank, backend):
     return found
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.around)])
 def test_what_has_drifted_is_named_on_all_ranks_when_the_session_ends(backend):
     first, second = run_processes(2, ends, backend, launched=True)
     assert first == second
