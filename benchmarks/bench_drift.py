@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,15 +58,6 @@ VALUES = {DriftWatch: ["_look"], Table: ["sample"]}
 ALL = {DriftWatch: ["step_begins", "step_ended", "tell", "heard"]}
 
 
-class Found(NamedTuple):
-    """On one rank."""
-
-    turns: dict[str, list[Turn]]
-    numbers: float
-    values: float
-    """Seconds in calls of the watch in a step, for numbers and for values."""
-
-
 class Timed:
     """Adds up the time in some methods."""
 
@@ -93,8 +84,9 @@ class Timed:
         return timed
 
 
-def work(rank: int, name: str, rounds: int, steps: int) -> Found:
-    """Return, on one rank, the turns of each kind, and the time in the watch's calls."""
+def work(rank: int, name: str, rounds: int, steps: int) -> tuple[dict[str, list[Turn]], float, float]:
+    """Return, on one rank, the turns of each kind, and the seconds of a step in calls of the watch: those for numbers,
+    and those for values."""
     torch.manual_seed(0)
     model, x = MODELS[name][0]()
     lockstep.replicate(model, process_group=dist.new_group(backend="shm"))
@@ -138,7 +130,7 @@ def work(rank: int, name: str, rounds: int, steps: int) -> Found:
         for _ in range(count):
             step()
     assert watch.alike_after > 0, "nothing has been looked at"
-    return Found(turns, (of_all.seconds - of_values.seconds) / count, of_values.seconds / count)
+    return turns, (of_all.seconds - of_values.seconds) / count, of_values.seconds / count
 
 
 def main() -> None:
@@ -147,13 +139,14 @@ def main() -> None:
     rows = []
     for name, (_, times) in MODELS.items():
         found = launch(work, name, args.rounds * (1 if args.quick else times), 7 if args.quick else STEPS)
-        both, numbers, nothing = (slowest([each.turns for each in found])[kind][1] for kind in KINDS)
-        inside = [max(getattr(each, kind) for each in found) for kind in ("numbers", "values")]
-        rows.append([name, ms(both), ms(numbers), ms(nothing), *(f"{1e6 * each:.1f}" for each in inside)])
+        turns, *inside = zip(*found, strict=True)
+        both, numbers, nothing = (slowest(turns)[kind][1] for kind in KINDS)
+        in_numbers, in_values = map(max, inside)
+        rows.append([name, ms(both), ms(numbers), ms(nothing), f"{1e6 * in_numbers:.1f}", f"{1e6 * in_values:.1f}"])
         ratio(f"{name}: numbers compared / nothing", numbers, nothing, 1.01)
         ratio(f"{name}: values, too / numbers alone", both, numbers, 1.01)
-        ratio(f"{name}: inside the calls for numbers, over a step", inside[0], nothing, 0.01)
-        ratio(f"{name}: inside the calls for values, over a step", inside[1], nothing, 0.01)
+        ratio(f"{name}: inside the calls for numbers, over a step", in_numbers, nothing, 0.01)
+        ratio(f"{name}: inside the calls for values, over a step", in_values, nothing, 0.01)
     table(
         "a settled step of two ranks, in ms, and the time in calls of the watch, in us",
         ["model", "both", "numbers", "nothing", "in calls: numbers", "values"],
