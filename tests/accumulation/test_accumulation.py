@@ -334,6 +334,16 @@ def summed_by_the_program(module, optimizer, loss):
     optimizer.step()
 
 
+def synchronised_from_amid_the_pass(module, optimizer, loss):
+    """What counts is how a pass has begun."""
+    synchronises = find_replication(module).requires_sync
+    output = loss()
+    output.register_hook(lambda _: module.set_requires_gradient_sync(True))
+    output.backward()
+    module.set_requires_gradient_sync(synchronises)
+    optimizer.step()
+
+
 def step_with_a_closure(module, optimizer, loss):
     optimizer.step(lambda: loss().backward())
 
@@ -371,7 +381,7 @@ def warned(plan, step):
     return sorted(str(warning.message) for warning in caught)
 
 
-@pytest.mark.parametrize("step", [backward_then_step, step_with_a_closure])
+@pytest.mark.parametrize("step", [backward_then_step, step_with_a_closure, synchronised_from_amid_the_pass])
 def test_a_step_on_gradients_that_are_not_synchronised_is_told_at_once(step):
     messages = warned([True, False], step)
     assert len(messages) == 2
