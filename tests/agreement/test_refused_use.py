@@ -256,6 +256,30 @@ def test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another(rank)
     assert [p.grad for p in model[1].parameters()] == [None, None]
 
 
+CHANGED = (
+    (PeerError, "backward failed on rank 1"),
+    (LayoutError, r"parameter 1\.weight was torch.float32, shape \(2, 2\), .* when backward began, and is torch.float"),
+)
+
+
+@pytest.mark.parametrize("change", [reshaped, retyped])
+@pytest.mark.parametrize("cap", [None, 1e-6], ids=["one bucket", "a bucket each"])
+@on_ranks(2)
+def test_a_layer_that_changes_on_one_rank_while_backward_runs(rank, change, cap):
+    """It changes when all gradients have come, and those of a bucket of their own have left."""
+    model = replicated(rank, lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), bucket_cap_mb=cap)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
+    x = torch.ones(1, 2, requires_grad=True)
+    if rank.rank == 1:
+        x.register_hook(lambda _: change(model[1]) and None)
+    error, words = CHANGED[rank.rank]
+    with pytest.raises(error, match=words):
+        model(x).sum().backward()
+    assert [p.grad for p in model.parameters()] == [None] * 4
+
+
 @on_ranks(2)
 def test_a_frozen_layer_that_is_retyped_while_another_rank_trains_it(rank):
     """It had no place among the gradients yet, and gets one in this pass."""
@@ -270,8 +294,7 @@ def test_a_frozen_layer_that_is_retyped_while_another_rank_trains_it(rank):
     output = model(torch.ones(1, 2))
     if rank.rank == 1:
         output.register_hook(lambda _: model[1].double() and None)
-    retyped = LayoutError, r"parameter 1\.weight was torch.float32, .* when backward began, and is torch.float64"
-    error, words = retyped if rank.rank == 1 else (PeerError, "rank 1 could not put together")
+    error, words = CHANGED[rank.rank]
     with pytest.raises(error, match=words):
         output.sum().backward()
     assert [p.grad for p in model.parameters()] == [None] * 4

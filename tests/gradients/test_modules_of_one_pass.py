@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join
@@ -256,6 +258,51 @@ def test_a_pass_inside_that_fails_and_is_caught(rank):
     with pytest.raises(PeerError):
         modules[1](middle).sum().backward()
     go_on(rank, modules)
+
+
+@pytest.mark.parametrize("caught", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("hosts", ["", "aa"])
+@on_ranks(2, "hosts")
+def test_a_pass_inside_that_fails_before_a_gradient_has_come(rank, count, caught):
+    """It fails on rank 0, in a hook of the loss, and the other rank is told in that pass."""
+    modules = chains(rank, count)
+
+    def run(_):
+        with torch.enable_grad():
+            inner = fails_in_backward(modules[-1](x_of(rank)), rank.rank == 0).sum()
+        told = pytest.raises(PeerError if rank.rank else ArithmeticError)
+        with told if caught else contextlib.nullcontext():
+            inner.backward()
+
+    loss = modules[0](x_of(rank)).sum()
+    loss.register_hook(run)
+    if caught:
+        loss.backward()
+        assert scalars(modules[0]) == [1.5] * LAYERS
+    else:
+        with pytest.raises(PeerError if rank.rank else ArithmeticError):
+            loss.backward()
+    go_on(rank, modules)
+
+
+@on_ranks(2)
+def test_a_pass_inside_that_fails_and_counts_in_the_pass_around_it(rank):
+    """The pass around it has reached the module: what the other rank's part brings is reduced with that pass."""
+    (module,) = chains(rank, 1)
+
+    def run(_):
+        with torch.enable_grad():
+            inner = fails_in_backward(module[1](x_of(rank)), rank.rank == 0).sum()
+        with pytest.raises(ArithmeticError) if rank.rank == 0 else contextlib.nullcontext():
+            inner.backward()
+
+    middle = module[0](x_of(rank).requires_grad_())
+    out = module[1](middle)
+    middle.register_hook(run)
+    out.sum().backward()
+    assert scalars(module) == [1.5, 2.5, None]
+    go_on(rank, [module])
 
 
 @on_ranks(2)

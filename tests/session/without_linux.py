@@ -27,7 +27,7 @@ def train() -> None:
             model(x).sum().backward()
             optimizer.step()
         lockstep.check_in_sync(model)
-        print(f"rank {run.rank} of {run.world_size} has made {run.step} steps")
+        print(f"rank {run.rank} of {run.world_size} has made {run.step} steps\n", end="")  # written at once
 
 
 if __name__ == "__main__":

@@ -302,8 +302,8 @@ class FailureChannel:
     def report(self, failure: Failure) -> None:
         """Write a failure, this rank's or another's, to the log, and tell all ranks; waits for the store."""
         first = self._log.append(failure)
-        cause = {} if first == failure else {"first": first}
-        self.tell("failure", failure=failure, **cause)
+        earlier = {} if first == failure else {"first": first}
+        self.tell("failure", failure=failure, **earlier)
         self._learn(failure, first)
 
     def tell(self, kind: str, **fields: Any) -> None:

@@ -280,13 +280,13 @@ def _agree_on_lengths(
     lines = loader.describe() if isinstance(loader, BalancedBatches) else []
     digest = text_digest(repr(lines)) if lines else 0
     own_row = [own, has_padding, digest, decisions.asks_to_stop, rows_of_first]
-    rows_of_ranks = all_gather_object(own_row, "batches()", collectives)
-    if first_differing([each[2] for each in rows_of_ranks]) is not None:
+    answers = all_gather_object(own_row, "batches()", collectives)
+    if first_differing([each[2] for each in answers]) is not None:
         check_same_on_all_ranks(lines, collectives, what="batches()")
-    decisions.hear_requests(any(each[3] for each in rows_of_ranks))
-    if rows_of_first and len(rows_of_ranks) > 1 and all(each[4] == rows_of_first for each in rows_of_ranks):
+    decisions.hear_requests(any(each[3] for each in answers))
+    if rows_of_first and len(answers) > 1 and all(each[4] == rows_of_first for each in answers):
         warn_of_same_rows(collectives.global_rank)
-    rows: list[tuple[int, bool]] = [(length, padded) for length, padded, *_ in rows_of_ranks]
+    rows: list[tuple[int, bool]] = [(length, padded) for length, padded, *_ in answers]
     for rank, (length, padded) in zip(collectives.global_ranks, rows, strict=True):
         if length == 0 and not padded and any(other > 0 for other, _ in rows):
             raise OptionError(

@@ -145,15 +145,15 @@ def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collec
     behind = numbers_behind([t for t, each in zip(tensors, has_graph, strict=True) if each], modules)
     count = len(tensors[0]) if tensors and tensors[0].dim() else 0
     numbers = [_valid(paths, tensors), count, *has_graph, *behind]
-    rows_of_ranks = check_same_on_all_ranks(lines, collectives, numbers, what="gather_rows()")
+    answers = check_same_on_all_ranks(lines, collectives, numbers, what="gather_rows()")
     _check(list(zip(paths, tensors, strict=True)))
-    _check_others([bool(row[0]) for row in rows_of_ranks], collectives)
-    counts = [row[1] for row in rows_of_ranks]
-    flags = [any(row[2 + n] for row in rows_of_ranks) for n in range(len(tensors))]
+    _check_others([bool(row[0]) for row in answers], collectives)
+    counts = [row[1] for row in answers]
+    flags = [any(row[2 + n] for row in answers) for n in range(len(tensors))]
     rows = _Rows(collectives, counts, [tuple(each.shape[1:]) for each in tensors], [each.dtype for each in tensors])
     joined = torch.empty(0, requires_grad=True) if any(flags) else None
     whole = list(_GatherRows.apply(rows, joined, tuple(flags), None, *tensors))
-    for number in sorted({number for row in rows_of_ranks for number in row[2 + len(tensors) :]} & modules.keys()):
+    for number in sorted({number for row in answers for number in row[2 + len(tensors) :]} & modules.keys()):
         lead_to(modules[number], whole[flags.index(True)])
     begin = sum(counts[: collectives.rank])
     return whole, slice(begin, begin + count)

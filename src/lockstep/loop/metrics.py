@@ -229,9 +229,9 @@ def _raise_difference(lines: Sequence[Line], other: int, caller: str, collective
     """Raise on all ranks, because rank ``other`` has given a different structure from the first rank; name both."""
     both = objects_of([0, other], [Line(f"{caller}()", ""), *lines], "mean() or total()", collectives)
     pairs = zip_longest(*both, fillvalue=Line("nothing", ""))
-    mine, others = next((Line(*a), Line(*b)) for a, b in pairs if a != b)
+    mine, other_line = next((Line(*a), Line(*b)) for a, b in pairs if a != b)
     raise AgreementError(
-        f"{caller}() got {_text(mine)} on rank {collectives.global_ranks[0]}, and {_text(others)} in its place on "
+        f"{caller}() got {_text(mine)} on rank {collectives.global_ranks[0]}, and {_text(other_line)} in its place on "
         f"rank {collectives.global_ranks[other]}; give it the same names, shapes and kinds on every rank, with weight "
         "0 where there is nothing to count"
     )

@@ -285,7 +285,7 @@ class Watch:
             self._release(release)
             return
         last_words = last_words or self.last_words(error)
-        raised = self._tell(channel, error)
+        to_raise = self._tell(channel, error)
         try:
             channel.announce_end(self._closed or error is not None)
             if self._inquirer is not None:
@@ -311,15 +311,15 @@ class Watch:
             channel.close()
             self._connections.close()
             self._left.set()
-        if raised is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
-            raised = channel.error()
-        if raised is not None:
+        if to_raise is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
+            to_raise = channel.error()
+        if to_raise is not None:
             for note in getattr(error, "__notes__", ()):
-                raised.add_note(note)
+                to_raise.add_note(note)
             (last_words or LastWords()).wait_for_launcher()
             end_soon()
             # The point at which this rank waited for the other one is of no interest; it is the __context__.
-            raise raised from None
+            raise to_raise from None
 
     def _ends_with_others(self, channel: FailureChannel) -> bool:
         """Return True if a group is released only once all ranks do it: NCCL's waits for ranks that still need this

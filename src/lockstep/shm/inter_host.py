@@ -125,8 +125,8 @@ class InterHost:
 
     def all_reduce(self, x: Tensor, op: Op, timeout: float) -> None:
         """Reduce the tensors of all leaders, in place."""
-        # Gloo's minimum and maximum may lose a NaN (test_a_nan_of_any_rank_reaches_all). It takes twice as many round
-        # trips for a reduction as for gathering, which counts for what is small.
+        # Gloo's minimum and maximum may lose a NaN: test_what_is_not_finite_stays_visible_on_every_rank. It takes twice
+        # as many round trips for a reduction as for gathering, which counts for what is small.
         is_small = x.nbytes * len(self.hosts) <= GATHERED_BYTES
         if x.dtype in GLOO_DTYPES and not is_small and not (op in (Op.MIN, Op.MAX) and x.is_floating_point()):
             options = _limited(dist.AllreduceOptions(), timeout)

@@ -164,8 +164,11 @@ class Contribution:
         self._left = list(map(_Left.now, parameters))
 
     def add(self, came: Sequence[int], of: int) -> None:
-        """Add a backward pass that has reached the module: ``came`` are the numbers of the parameters whose gradients
-        it has brought, ``of`` so many, those included that the ranks have not agreed on yet."""
+        """Add a backward pass that has reached the module.
+
+        ``came``: the numbers of the parameters whose gradients it has brought; ``of``: the number of all parameters,
+        with those that the ranks have not agreed on yet, whose numbers are the highest.
+        """
         used = self.used
         if len(came) == len(used) == of:
             used[:] = b"\1" * of

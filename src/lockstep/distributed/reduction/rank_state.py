@@ -192,15 +192,15 @@ class RankState:
         self.look_for_changes()
         parameters = [each.parameter for each in (*before, *self._members.added)]
         grads = [each.grad for each in parameters]
-        own, self.contribution = self.contribution, Contribution(before)
+        kept, self.contribution = self.contribution, Contribution(before)
         for each in parameters:
             each.grad = None
         try:
             yield
         finally:
-            self.contribution = own
+            self.contribution = kept
             if self._members.parameters is not before:
-                own.renumber(self._members.parameters)
+                kept.renumber(self._members.parameters)
             for each, grad in zip(parameters, grads, strict=True):
                 if restores(each):
                     each.grad = grad

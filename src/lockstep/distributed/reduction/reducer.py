@@ -152,7 +152,7 @@ class Reducer:
         if captured and self.is_in_reach(this.reach):  # in the pass a stream might wait that must not: CUDA would raise
             self._check_alive()
         if not self._steps and self._members.look_for_retyped():  # else the pass around it has begun without
-            self._leave_out_retyped()
+            self._renew_buckets()
         changed = rank_state.look_for_changes()
         if rank_state.contribution.weights:
             rank_state.contribution.check_gradients()
@@ -179,7 +179,7 @@ class Reducer:
     def _begin_step_without_pass(self) -> Step:
         rank_state = self.rank_state
         if self._members.look_for_retyped():
-            self._leave_out_retyped()
+            self._renew_buckets()
         rank_state.look_for_changes()  # the gradients of new parameters count, too
         parameters = self._members.tracked
         step = Step(None, GradientSnapshot(parameters), rank_state.requires_sync)
@@ -187,8 +187,8 @@ class Reducer:
         self._steps.append(step)
         return step
 
-    def _leave_out_retyped(self) -> None:
-        """Make buckets without the parameters that have become others, whose gradients are in none now."""
+    def _renew_buckets(self) -> None:
+        """Make buckets of the parameters that have the shapes, dtypes and devices that were agreed on."""
         self.common.make_buckets()
         self.rank_state.renumber()
 
@@ -196,6 +196,13 @@ class Reducer:
         """Return True if that pass, if any, may reach the module, and no other pass is under way inside of it."""
         innermost = self._steps[-1:]  # a copy: threads of other modules ask, while this one's ends a pass
         return bool(innermost) and innermost[0].this is this
+
+    def counts_in_outer(self, this: BackwardPass) -> bool:
+        """Return True if what that pass brings is reduced with the pass around it, which has reached the module: if it
+        fails, and the program goes on, it has brought nothing."""
+        innermost = self._steps[-1:]  # without the lock, which a thread that waits for this one may hold
+        outer = innermost[0].this if innermost else None
+        return outer is not None and this.is_inside(outer)
 
     @property
     def in_backward(self) -> bool:
@@ -409,6 +416,8 @@ class Reducer:
         try:
             if self.rank_state.contribution.problem:
                 raise OptionError(self.rank_state.contribution.problem)
+            if self._members.layouts.changed():  # once the report has left, the other ranks could not be told
+                self._members.check_layouts()
             current.launch_rest(self.rank_state.status(current.number, part, step.called, step.differs))
         except BaseException:  # of this rank alone: the others wait for what is not sent
             self.abort()

@@ -205,7 +205,7 @@ class GroupScheduler(PassObserver):
         watching = [module for module in self.modules if module.watches(this)]
         failing = [module for module in watching if module.find_arrived()]
         for each in self.modules:
-            if each in failing:
+            if each in failing or each.counts_in_outer(this):
                 continue
             # The pass has failed before it came here, and on the other ranks it comes: they wait for this module, too.
             if each.synchronises and each.is_within(reach, each in watching and each.through_forward):

@@ -33,11 +33,11 @@ from torch.autograd.function import BackwardCFunction
 
 from lockstep._base.compiler import outside_compiler
 from lockstep.distributed.reduction.autograd.graph import (
+    ENGINE_ARGUMENTS,
     ReachableLeaves,
     devices_of_leaves,
     finish_means,
     joined_behind,
-    named,
     reach_of,
 )
 
@@ -279,7 +279,7 @@ class _Engine(torch._C._ImperativeEngine):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, and tell the observers of its begin and its end."""
         outer = get_from_tls(_KEY)
-        given = named(args, kwargs)
+        given = dict(zip(ENGINE_ARGUMENTS, args, strict=False)) | kwargs
         this = BackwardPass(outer, outer is not None and _is_in_function(), given)
         put_in_tls(_KEY, this)
         try:
@@ -304,7 +304,7 @@ class _Engine(torch._C._ImperativeEngine):
                 # Gradients are dropped next, and a thread of another device may still be about to set one.
                 self._wait_for_threads(devices_of_leaves(given))
             finish_means(given, this)
-            this.fail(this.reach if outer is None else ReachableLeaves())
+            this.fail(ReachableLeaves() if this.is_step else this.reach)
             raise
         else:
             return result

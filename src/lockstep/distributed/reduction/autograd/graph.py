@@ -20,12 +20,10 @@ from lockstep.distributed.comm.collectives import Collectives
 
 _KEY = "lockstep.backward"
 
-_NAMES = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
-
-
-def named(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments by name."""
-    return dict(zip(_NAMES, args, strict=False)) | kwargs
+ENGINE_ARGUMENTS = (
+    *("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad"),
+)
+"""The names of the arguments of the autograd engine, in their order."""
 
 
 # ---------------------------------------------------------------------------------------------- leaves

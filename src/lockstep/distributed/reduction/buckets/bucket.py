@@ -42,7 +42,7 @@ KEPT_BELOW_BYTES = 16 * 1024
 """Buckets whose tensors are smaller than this on average keep their memory on an accelerator, too."""
 NOTHING = torch.empty(0, device="cpu")
 
-_dtype_of, _device_of, _grad_of, _data_of = map(attrgetter, ("dtype", "device", "grad", "data"))
+_grad_of, _data_of = map(attrgetter, ("grad", "data"))
 _is_set_to = Tensor.is_set_to
 
 
@@ -95,8 +95,6 @@ class Bucket:
         """True if a sparse gradient is dense this time, since a dense one was added to it; a hook gets it as a sparse
         one."""
         self._parameters = [member.parameter for member in members]
-        self._dtypes = list(map(_dtype_of, self._parameters))
-        self._devices = list(map(_device_of, self._parameters)) if torch.accelerator.is_available() else ()
         self._is_plain = all(map(is_plain, self._parameters))
         self._has_dtensors = any(map(is_dtensor, self._parameters))
         self._stream: torch.Stream | None = None  # the one of all gradients, once it is known
@@ -157,11 +155,6 @@ class Bucket:
         ``used``: for each parameter, True if it has got a gradient since the last round; None: all have. The ``.grad``
         of the others is reduced, too, but they get it back unchanged if no other rank has used the parameter either.
         """
-        # Later only this rank would notice that a gradient does not fit, and could not tell the others any more.
-        moved = self._devices and list(map(_device_of, self._parameters)) != self._devices
-        if moved or list(map(_dtype_of, self._parameters)) != self._dtypes:
-            for member in self.members:
-                member.check_parameter()
         grads: list[Tensor | None] = list(map(_grad_of, self._parameters))
         copied = (
             self._take_several(grads, used) if self.planned.kind is BucketKind.FLAT else self._take_one(grads[0], used)
@@ -171,8 +164,6 @@ class Bucket:
 
     def _take_one(self, grad: Tensor | None, used: Sequence[int] | None) -> CopiedIn:
         (member,), is_sparse = self.members, self.planned.kind is BucketKind.SPARSE
-        if grad is None or is_sparse:
-            member.check_parameter()
         taken = member.zeros() if grad is None else member.take(grad)
         undefined = () if grad is not None else (member.index,)
         is_unused = grad is not None and used is not None and not used[member.index]
@@ -213,9 +204,6 @@ class Bucket:
         given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and not inside[i]]
         self._copy([self._views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
         empty = [i for i, grad in enumerate(grads) if grad is None]
-        for i in empty:
-            # Without a gradient nothing else shows it: test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
-            self.members[i].check_parameter()
         if empty:
             torch._foreach_zero_([self._views[i] for i in empty])
         return [self.planned.indices[i] for i in empty]
@@ -235,9 +223,6 @@ class Bucket:
 
     def _keep_unused(self, position: int, grad: Tensor, inside: bool) -> None:
         """Keep the gradient of a parameter that this rank did not use, in case no rank did."""
-        # The gradient of another rank would not fit, and it is too late to tell the others then:
-        # test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
-        self.members[position].check_parameter()
         self._unused.append((position, grad, local_part(grad).clone() if inside else None))
 
     def zeros(self) -> CopiedIn:
@@ -277,12 +262,7 @@ class Bucket:
             grads = [self._result if is_sparse else like_parameter(self._result, self._parameters[0])]
             self._result = NOTHING
         if used is None or all(map(used.__getitem__, indices)):
-            try:
-                set_grads(self._parameters, grads)
-            except RuntimeError:
-                for member in self.members:
-                    member.check(member.parameter)
-                raise
+            set_grads(self._parameters, grads)
         else:
             for parameter, grad, index in zip(self._parameters, grads, indices, strict=True):
                 if used[index]:

@@ -113,10 +113,6 @@ def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, d
     rows: list[tuple[Tensor, bool, str, Callable[[Tensor], object]]] = []
     failure: Exception | None = None
     try:
-        for member in members:
-            # Check parameters without a gradient as well, since they get one:
-            # test_a_frozen_layer_that_is_retyped_while_another_rank_trains_it.
-            member.check_parameter()
         for flat, parts in _dense(members, grads):
             flats.append(flat.div_(divisor))
             results += parts

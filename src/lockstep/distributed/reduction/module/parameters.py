@@ -132,7 +132,8 @@ class ParameterSet:
     def _use(self, agreed: _AgreedParameters) -> None:
         self._agreed = self._complete = agreed  # the same, but for stand-ins
         self._retyped: list[int] = []
-        self._layouts = Layouts([tensor for tensor in agreed.tensors if tensor.layout is torch.strided])
+        self.layouts = Layouts([tensor for tensor in agreed.tensors if tensor.layout is torch.strided])
+        """Notices if a parameter has another shape, dtype or device, other strides, or another ``requires_grad``."""
         self._track(())
 
     def _track(self, added: Sequence[ManagedParameter]) -> None:
@@ -237,12 +238,12 @@ class ParameterSet:
     def look_for_retyped(self) -> bool:
         """Put stand-ins into the places of parameters with another shape, dtype or device than was agreed on; return
         True if other places have one than before."""
-        if not (self._layouts.changed() or self._retyped):
+        if not (self.layouts.changed() or self._retyped):
             return False
         complete = self._complete.parameters
         retyped = [each.index for each in complete if each.is_retyped]
         if not retyped:  # other strides, or another requires_grad
-            self._layouts = Layouts(self._layouts.tensors)
+            self.layouts = Layouts(self.layouts.tensors)
         if retyped == self._retyped:
             return False
         self._retyped = retyped
@@ -250,6 +251,11 @@ class ParameterSet:
         self._agreed = _AgreedParameters.on(members, self._complete.trained)
         self._track(self.added)
         return True
+
+    def check_layouts(self) -> None:
+        """Raise :class:`LayoutError` if the dtype, shape or device of a parameter has changed during backward."""
+        for each in self.parameters:
+            each.check_parameter()
 
     def look_for_changes(self) -> bool:
         """Look for parameters added or removed on this rank; return True if there are any, or the module is gone."""

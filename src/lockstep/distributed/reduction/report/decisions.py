@@ -47,7 +47,7 @@ class Loop:
         self.batch = _Batch()
         """The current batch."""
         self.verdict = LoopVerdict()
-        """The report of the last round."""
+        """What all ranks have said in the last round."""
         self._active: _Active | None = None  # None before the first batch
         self._ended = 0  # number of ranks of which it is known that they have no batch after the last round's
 
@@ -58,7 +58,7 @@ class Loop:
         self._active = _Active(active, active) if known is None else _Active(known.next, known.next)
 
     def update(self, verdict: LoopVerdict, aborted: bool, is_over: bool) -> None:
-        """Take over a report: see :meth:`Decisions.update`; ``is_over``: the loop is at a later batch now."""
+        """Take over a round's verdict: see :meth:`Decisions.update`; ``is_over``: the loop is at a later batch now."""
         self.verdict = verdict
         if self.looks_ahead and self._active is not None:
             going_on = verdict.going_on if self.needs_names(verdict.ends, verdict.all_end) else self._active.next
@@ -215,7 +215,7 @@ class Decisions:
     # ------------------------------------------------------------------------------ what all ranks have said
 
     def update(self, verdict: LoopVerdict, batch: int, loop: Loop | None = None, aborted: bool = False) -> None:
-        """Take over the report of a round at batch number ``batch``.
+        """Take over the verdict of a round at batch number ``batch``.
 
         ``loop``: the loop of the round, which may have ended; None: the innermost. ``aborted``: this rank has aborted
         the round, and knows the state of the batch already.
