@@ -21,7 +21,13 @@ from lockstep.distributed.comm.collectives import Collectives
 _KEY = "lockstep.backward"
 
 ENGINE_ARGUMENTS = (
-    *("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad"),
+    "tensors",
+    "grad_tensors",
+    "keep_graph",
+    "create_graph",
+    "inputs",
+    "allow_unreachable",
+    "accumulate_grad",
 )
 """The names of the arguments of the autograd engine, in their order."""
 

@@ -88,7 +88,7 @@ class ManagedParameter:
         return local
 
     def check(self, local: Tensor) -> None:
-        """Raise :class:`LayoutError` if a parameter or gradient is not of the planned dtype, shape and device."""
+        """Raise :class:`LayoutError` if a gradient is not of the planned dtype, shape and device."""
         spec = self.spec
         if local.shape != spec.shape or local.dtype != spec.dtype or local.device != spec.device:
             raise LayoutError(
