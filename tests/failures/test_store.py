@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import lockstep
 import processes
+from lockstep._base import network
 from lockstep._base.store import BoundedStore, FetchedAddresses, StoreLostError, bounded, own_connection
 
 SOURCE = Path(lockstep.__file__).parent
@@ -147,13 +148,17 @@ def host(tmp_path):
     process.join()
 
 
+def stop(process):
+    os.kill(process.pid, signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)  # it may run on for a moment after the signal has been sent
+
+
 def test_calls_end_while_the_process_of_the_store_is_stopped_and_work_again_after_that(host):
     process, plain = host
     store = BoundedStore(own_connection(plain, 30.0), 0.2)
     store.set("key", "value")
-    os.kill(process.pid, signal.SIGSTOP)
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.001)  # it may run on for a moment after the signal has been sent
+    stop(process)
     for call in (
         lambda: store.check(["key"]),
         lambda: store.get("key"),  # at once: the thread still waits for the first
@@ -167,6 +172,41 @@ def test_calls_end_while_the_process_of_the_store_is_stopped_and_work_again_afte
     os.kill(process.pid, signal.SIGCONT)
     assert looked.wait(30)
     assert store.get("key") == "value"
+
+
+CALLS = {
+    "check": lambda store, _: store.check(["key"]),
+    "compare_set": lambda store, _: store.compare_set("key", "", "x"),
+    "get_all": lambda store, _: store.get_all(["key"]),
+    "wait": lambda store, _: store.wait(["missing"], 0.1),
+    "between two requests": lambda store, goes_on: store._call(lambda plain: [goes_on.wait(), plain.check(["key"])]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_thread_of_a_lost_store_ends_when_it_is_closed(call, host, monkeypatch):
+    """It waits for a socket in `recv`, in `poll`, or not yet, when the socket is looked for first."""
+    process, plain = host
+    store, others, goes_on = (
+        BoundedStore(own_connection(plain, 600.0), 0.2),
+        set(threading.enumerate()),
+        threading.Event(),
+    )
+    shut_down_in = network.shut_down_in
+
+    def too_early(*args):
+        shut_down_in(*args)
+        goes_on.set()
+
+    monkeypatch.setattr(network, "shut_down_in", too_early)
+    store.set("key", "value")
+    (thread,) = set(threading.enumerate()) - others
+    stop(process)
+    with pytest.raises(StoreLostError):
+        call(store, goes_on)
+    store.close(shut_down=True)
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_store_whose_process_has_ended_is_lost(host):

@@ -24,6 +24,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _ADDRESS_AT = 20  # bytes into the answer
 _LINK_LOCAL = ipaddress.ip_network("fe80::/10")
 _IPV6_TABLE = Path("/proc/net/if_inet6")
+_DESCRIPTORS = range(1 << 31)
 
 
 def host_identity() -> str:
@@ -150,7 +151,11 @@ def shut_down_in(thread: int, port: int) -> None:
     ``thread`` is the system's number of it. Does nothing on systems without ``/proc``.
     """
     with contextlib.suppress(OSError, ValueError, LookupError, OverflowError):  # it waits for something else
-        call = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
-        with socket.socket(fileno=os.dup(int(call[1], 16))) as waited_for:
+        number = int(Path(f"/proc/self/task/{thread}/syscall").read_text().split()[1], 16)
+        if number not in _DESCRIPTORS:  # an address, as in poll(): what is there begins with the descriptor
+            with open("/proc/self/mem", "rb", buffering=0) as memory:  # fails where the thread's stack is gone
+                memory.seek(number)
+                number = int.from_bytes(memory.read(4), sys.byteorder)
+        with socket.socket(fileno=os.dup(number)) as waited_for:
             if waited_for.getpeername()[1] == port:
                 waited_for.shutdown(socket.SHUT_RDWR)

@@ -34,6 +34,9 @@ ANSWER_SECONDS = 3.0
 CLOSE_SECONDS = 0.5
 """Seconds to wait for the end of a store's thread."""
 
+LOOK_SECONDS = 0.05
+"""Seconds between two looks at what the thread of a lost store waits for."""
+
 
 class StoreLostError(CommunicationError):
     """A store does not answer: its host is cut off, or its process has ended or is stopped."""
@@ -67,9 +70,11 @@ class BoundedStore:
         With ``shut_down`` a call that waits for an answer raises, too: only for a store on a connection of its own.
         """
         self._end()
-        if self._caller.is_busy_after(CLOSE_SECONDS) and shut_down:
+        is_busy = self._caller.is_busy_after(CLOSE_SECONDS)
+        until = time.monotonic() + ANSWER_SECONDS
+        while is_busy and shut_down and time.monotonic() < until:  # between two requests it waits for no socket yet
             network.shut_down_in(self._caller.native_id, port_of(self.raw))
-            self._caller.is_busy_after(CLOSE_SECONDS)
+            is_busy = self._caller.is_busy_after(LOOK_SECONDS)
 
     def set(self, key: str, value: str, seconds: float | None = None) -> None:
         """Write a value; ``seconds`` is the limit of this call."""
