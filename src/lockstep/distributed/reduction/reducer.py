@@ -301,7 +301,7 @@ class Reducer:
         if self._aborted is not None:
             self.finish_aborted()
         others = self.common.begin_round(self.decisions.active)
-        if not step.through_forward and self.rank_state.look_for_changes() and self.rank_state.requires_sync:
+        if not step.through_forward and self.rank_state.look_for_changes() and step.synchronises:
             others = True  # the pass was not expected here when it began
         step.differs = step.differs or others
         step.round = Round(self.common.rounds + 1, self.common, self.rank_state, step.before)

@@ -195,6 +195,8 @@ class ReducerReplication(Replication):
         reducer = self.reducer
         if reducer is None or torch.compiler.is_compiling():
             return
+        if watchers:
+            reducer.collectives.enter("training")
         if not torch.is_grad_enabled():
             mark_checkpoints(reducer, reducer.common.members.bound_parameter())
             self._look_at_buffers(module, reducer)
