@@ -504,6 +504,18 @@ def test_replicas_of_a_compiled_module(reference, compiler):
     assert all(list(r.state_dict()) == list(compiled.state_dict()) for r in replicas)
 
 
+def test_the_module_of_a_compiled_wrapper_of_one_device_is_compiled(compiler, sim):
+    graphs, plain, x = [], mlp().to("sim:0"), torch.randn(5, 3)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lockstep.DataParallel(plain, [0]), backend=backend)
+    torch.testing.assert_close(compiled(x), plain(x.to("sim:0")))
+    assert len(graphs) == 1
+
+
 @pytest.mark.around
 @pytest.mark.parametrize(
     ("order", "backend"),

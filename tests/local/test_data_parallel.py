@@ -474,6 +474,11 @@ assert torch.equal(parallel(x), net(x)) and torch.equal(parallel(input=x), net(x
 assert torch.equal(data_parallel(net, x), net(x))
 assert parallel.device_ids == [] and parallel.module is net
 assert len(calls) == 6
+plain, graphs = torch.nn.Linear(4, 3), []
+compiled = torch.compile(
+    DataParallel(plain), fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+)
+assert torch.equal(compiled(x), plain(x)) and len(graphs) == 1
 loss = parallel.step(lambda output, y: (output - y).square().mean(), x, torch.zeros(5, 3))
 grad, net.weight.grad = net.weight.grad, None
 net(x).square().mean().backward()

@@ -129,8 +129,11 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         forward-mode autograd), and where a mode of this thread would not see those of replicas on several devices, the
         module runs as it is.
         """
-        if torch.compiler.is_exporting():  # the compiler traces this line
-            return self.module(*inputs, **kwargs)
+        # The compiler traces these lines, so it sees the module itself where that runs as it is, or on one device.
+        if torch.compiler.is_exporting() or (torch.compiler.is_compiling() and not self.device_ids):
+            return self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
+        if torch.compiler.is_compiling() and len(self.device_ids) == 1:
+            return self._forward_on_one(inputs, kwargs)
         return self._forward(inputs, kwargs)
 
     @outside_compiler
@@ -153,9 +156,19 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
                 return self.gather(outputs, self.output_device)
 
     def _forward_on_one(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        inputs, kwargs = self._moved_in(inputs, kwargs)
+        return self._moved_out(self.module(*inputs, **kwargs))
+
+    @outside_compiler
+    def _moved_in(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the arguments of the module on the only device."""
+        self._devices()
         require_on(self.module, self.src_device_obj)
         shares, keywords = self._scattered(inputs, kwargs)
-        output = self.module(*shares[0], **keywords[0])
+        return shares[0], keywords[0]
+
+    @outside_compiler
+    def _moved_out(self, output: Any) -> Any:
         return scatter_gather.move(output, self.output_device) if self.gather_outputs else [output]
 
     def _scattered(
