@@ -96,7 +96,6 @@ _SAME_ON_ALL_RANKS = (
     f"{_OF_PYTORCH}default_hooks",
     f"{_OF_PYTORCH}powerSGD_hook",
     f"{_OF_PYTORCH}quantization_hooks",
-    "lockstep.distributed.replication.mixed_precision",
 )
 
 
