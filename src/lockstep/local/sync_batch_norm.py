@@ -38,8 +38,9 @@ class SyncBatchNorm(_BatchNorm):
     Arguments, buffers and state are those of ``torch.nn.BatchNorm1d``; inputs have shape (N, C) or (N, C, ...), on any
     device. Every rank of a process group, and inside :class:`~lockstep.DataParallel` every replica, gets the same mean
     and variance as one device would with the whole batch, forward and backward, and the same running statistics. The
-    numbers of rows may differ, and be 0. In ``eval()``, and in one process outside of DataParallel, it is plain batch
-    normalisation. (Without running statistics the replicas synchronise in ``eval()``, too; ranks do not.)
+    numbers of rows may differ, and be 0; those of a padding batch of :func:`lockstep.batches` count nothing. In
+    ``eval()``, and in one process outside of DataParallel, it is plain batch normalisation. (Without running statistics
+    the replicas synchronise in ``eval()``, too; ranks do not.)
 
     Communicates, in training, count, mean and variance (2 C + 1 numbers): from each replica to each other, then in one
     all-gather over the ranks, and in one all-to-all in each backward. While such a layer of several ranks exists, no
@@ -204,6 +205,7 @@ def _statistics(rows: Tensor) -> Statistics:
 
 def _together(met: Sequence[Statistics], device: torch.device) -> Statistics:
     """Return the statistics of the rows of several replicas or ranks together."""
+    met = [each for each in met if each[0]] or met  # those of a padding batch may not be finite
     total = sum(count for count, _, _ in met)
     parts = [(count / max(total, 1), m.to(device), v.to(device)) for count, m, v in met]
     mean = torch.stack([weight * m for weight, m, _ in parts]).sum(0)

@@ -17,6 +17,7 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import resolve_group
 from lockstep.distributed.reduction.autograd.engine import current_pass
 from lockstep.distributed.reduction.autograd.graph import MeanInPass
+from lockstep.distributed.reduction.report.decisions import counts_nothing, padding_ranks
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import find_replication, replication_of
@@ -43,6 +44,10 @@ def gather_rows(value: Any, module: Module) -> GatheredRows:
     means over the ranks, are those of one process with all rows, in both of these cases: each rank computes the whole
     loss; or each rank computes the part of its own rows, if the mean of the ranks' parts is the whole loss (with
     different numbers of rows: the sum over its own rows, times ranks, divided by all rows).
+
+    A rank at a padding batch of :func:`lockstep.batches` has none of these rows: ``own`` is empty there, and gradients
+    of its loss are dropped. So let a loss take its own rows from the result (``rows[own]``), and the number of ranks
+    from ``len(gather_rows(torch.ones(1), module).rows)``.
 
     ``torch.autograd.grad`` takes no mean over the ranks: the gradient with respect to inputs, of a loss that each rank
     computes whole, is that of one process times the number of ranks. Divide it by that, as the recipe for gradient
@@ -144,34 +149,38 @@ def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collec
     modules = scheduler_of(collectives.group).modules.numbered()
     behind = numbers_behind([t for t, each in zip(tensors, has_graph, strict=True) if each], modules)
     count = len(tensors[0]) if tensors and tensors[0].dim() else 0
-    numbers = [_valid(paths, tensors), count, *has_graph, *behind]
+    numbers = [_valid(paths, tensors), counts_nothing(collectives.group), count, *has_graph, *behind]
     answers = check_same_on_all_ranks(lines, collectives, numbers, what="gather_rows()")
     _check(list(zip(paths, tensors, strict=True)))
     _check_others([bool(row[0]) for row in answers], collectives)
-    counts = [row[1] for row in answers]
-    flags = [any(row[2 + n] for row in answers) for n in range(len(tensors))]
+    padding = padding_ranks([row[1] for row in answers])
+    counts = [0 if pads else row[2] for row, pads in zip(answers, padding, strict=True)]
+    flags = [any(row[3 + n] for row in answers) for n in range(len(tensors))]
     rows = _Rows(collectives, counts, [tuple(each.shape[1:]) for each in tensors], [each.dtype for each in tensors])
+    if padding[collectives.rank]:
+        rows.counts_nothing, tensors = True, [each[:0] for each in tensors]
     joined = torch.empty(0, requires_grad=True) if any(flags) else None
     whole = list(_GatherRows.apply(rows, joined, tuple(flags), None, *tensors))
-    for number in sorted({number for row in answers for number in row[2 + len(tensors) :]} & modules.keys()):
+    for number in sorted({number for row in answers for number in row[3 + len(tensors) :]} & modules.keys()):
         lead_to(modules[number], whole[flags.index(True)])
-    begin = sum(counts[: collectives.rank])
-    return whole, slice(begin, begin + count)
+    begin = rows.begins[collectives.rank]
+    return whole, slice(begin, begin + rows.own_count)
 
 
 def gather_row(count: int, row: Tensor, collectives: Collectives, what: str) -> tuple[list[int], Tensor]:
     """Return the count and the row of each rank, in one all-gather; the rows are differentiable, as in
-    :func:`gather_rows`. They have the same length and dtype on every rank.
+    :func:`gather_rows`. They have the same length and dtype on every rank. The count of a rank at a padding batch is 0.
 
     Raises :class:`AgreementError` on every rank if the graph is recorded on some ranks only, whose backward would wait
     for the others. Messages name ``what``.
     """
     records = torch.is_grad_enabled()
-    head = torch.tensor([[count, records, records and row.requires_grad]], device=row.device)
+    pads = counts_nothing(collectives.group)
+    head = torch.tensor([[count, records, records and row.requires_grad, pads]], device=row.device)
     ones, shape = [1] * collectives.world, tuple(row.shape)
-    both = _Rows(collectives, ones, [(3,), shape], [head.dtype, row.dtype], what)
+    both = _Rows(collectives, ones, [(4,), shape], [head.dtype, row.dtype], what)
     heads, values = both.gather([head, row.detach()[None]])
-    counts, recording, flags = heads.t().tolist()
+    counts, recording, flags, padding = heads.t().tolist()
     if len(set(recording)) > 1:
         ranks = collectives.global_ranks
         raise AgreementError(
@@ -179,9 +188,10 @@ def gather_row(count: int, row: Tensor, collectives: Collectives, what: str) -> 
             f"{ranks[recording.index(1)]} does not; call the module in the same way on every rank"
         )
     joined = torch.empty(0, requires_grad=True) if any(flags) else None
-    rows = _Rows(collectives, ones, [shape], [row.dtype], what)
+    rows, padding = _Rows(collectives, ones, [shape], [row.dtype], what), padding_ranks(padding)
+    rows.counts_nothing = padding[collectives.rank]
     (whole,) = _GatherRows.apply(rows, joined, (any(flags),), [values], row[None])
-    return counts, whole
+    return [0 if pads else count for count, pads in zip(counts, padding, strict=True)], whole
 
 
 def _valid(paths: Sequence[str], tensors: Sequence[Tensor]) -> bool:
@@ -222,6 +232,8 @@ class _Rows:
         self.shapes = shapes
         self.dtypes = dtypes
         self.what = what
+        self.counts_nothing = False
+        """True if the gradients of this rank are dropped: it is at a padding batch."""
         self.own_count = counts[collectives.rank]
         self.begins = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
         self.row_bytes = [dtype.itemsize * prod(shape) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -254,6 +266,8 @@ class _Rows:
 
         A gradient that is None on all ranks stays None. ``failed`` is as in :meth:`gather`.
         """
+        if self.counts_nothing:
+            grads = [None] * len(grads)
         heads, bodies = self._exchange(failed, grads, like)
         if not failed:
             self._check_failed([head[0] for head in heads])

@@ -1,7 +1,7 @@
 """``mean_over_ranks()``: the differentiable mean of tensors over the ranks, for ``torch.autograd.grad``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 from weakref import WeakMethod
 
 import torch
@@ -15,6 +15,7 @@ from lockstep.distributed.comm.groups import Group, needed_group
 from lockstep.distributed.reduction.autograd.engine import current_pass
 from lockstep.distributed.reduction.autograd.graph import MEANS, MeanInPass, mark_output, reach_of
 from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.report.decisions import counts_nothing, padding_ranks
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import GradientError, PeerError
 from lockstep.phases import Phases
@@ -30,7 +31,8 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     ``torch.autograd.grad`` returns the gradients of this rank alone, even for a replicated module. This function
     averages them over the ranks. A loss may be built on the result: its backward averages the incoming gradients, so
     that a replicated module gets the gradient of the mean of the ranks' losses. That backward has no graph: gradients
-    of the second order are possible, and those of higher orders are refused.
+    of the second order are possible, and those of higher orders are refused. A rank at a padding batch of
+    :func:`lockstep.batches` is left out of both means.
 
     Args:
         tensors: A tensor, or a sequence of tensors: floating or complex, of the same shapes and dtypes on every rank.
@@ -71,10 +73,13 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     modules = scheduler_of(group).modules.numbered()
     behind = numbers_behind(listed, modules) if has_graph else []
-    graphs = check_same_on_all_ranks(lines, collectives, [has_graph, *behind], what="mean_over_ranks()")
-    joined = torch.empty(0, requires_grad=True) if any(row[0] for row in graphs) else None
-    means: tuple[Tensor, ...] = _Mean.apply(collectives, joined, *listed) if listed else ()
-    for number in sorted({number for row in graphs for number in row[1:]} & modules.keys()):
+    numbers = [has_graph, counts_nothing(group), *behind]
+    answers = check_same_on_all_ranks(lines, collectives, numbers, what="mean_over_ranks()")
+    joined = torch.empty(0, requires_grad=True) if any(row[0] for row in answers) else None
+    padding = padding_ranks([row[1] for row in answers])
+    counting = _Counting(collectives, not padding[collectives.rank], 1 / padding.count(False))
+    means: tuple[Tensor, ...] = _Mean.apply(counting, joined, *listed) if listed else ()
+    for number in sorted({number for row in answers for number in row[2:]} & modules.keys()):
         lead_to(modules[number], means[0])
     return means[0] if isinstance(tensors, Tensor) else means
 
@@ -107,6 +112,24 @@ def _described(tensor: Any) -> str:
 # ------------------------------------------------------------------------------------- through autograd
 
 
+class _Counting(NamedTuple):
+    """The ranks over which a mean is taken: those that are not at a padding batch."""
+
+    collectives: Collectives
+    is_one: bool
+    """True if this rank is one of them; else zeros are sent in place of its tensors."""
+    factor: float
+    """One divided by their number."""
+
+    def means(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the means of tensors, in the strides and classes of the tensors."""
+        means, parts = list(tensors), [local_part(tensor) for tensor in tensors]
+        sent = parts if self.is_one else list(map(torch.zeros_like, parts))
+        for number, mean in self.collectives.all_reduce_coalesced(sent, MEANS, self.factor):
+            means[number] = like_parameter(torch.empty_like(parts[number]).copy_(mean), tensors[number])
+        return tuple(means)
+
+
 class _Mean(Function):
     """The mean of several tensors over the ranks; the gradients of the backward are means, too.
 
@@ -114,13 +137,13 @@ class _Mean(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, collectives: Collectives, joined: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, counting: _Counting, joined: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         parts = [local_part(tensor) for tensor in tensors]
         likes = [part.new_zeros(()).expand(part.shape) for part in parts]
         ctx.likes = [like_parameter(like, tensor) for like, tensor in zip(likes, tensors, strict=True)]
-        ctx.in_pass = MeanInPass(collectives, ctx.likes, joined)
-        return _means(collectives, tensors)
+        ctx.in_pass, ctx.counting = MeanInPass(counting.collectives, ctx.likes, joined), counting
+        return counting.means(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -140,7 +163,7 @@ class _Mean(Function):
         whole = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, ctx.likes, strict=True)]
         first = local_part(whole[0])
         flags = torch.tensor([False, *(grad is not None for grad in grads)], dtype=first.dtype, device=first.device)
-        *means, heard = _means(in_pass.collectives, [*whole, flags])
+        *means, heard = ctx.counting.means([*whole, flags])
         failed, *there = heard.tolist()
         if failed != failed:  # NaN
             raise PeerError(
@@ -151,11 +174,3 @@ class _Mean(Function):
         found = [mean if each else None for mean, each in zip(means, there, strict=True)]
         to_joined = None if in_pass.joined is None else torch.empty_like(in_pass.joined)
         return None, to_joined, *found
-
-
-def _means(collectives: Collectives, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the means of tensors over the ranks, in the strides and classes of the tensors."""
-    means, parts = list(tensors), [local_part(tensor) for tensor in tensors]
-    for number, mean in collectives.all_reduce_coalesced(parts, MEANS, 1 / collectives.world):
-        means[number] = like_parameter(torch.empty_like(parts[number]).copy_(mean), tensors[number])
-    return tuple(means)

@@ -5,12 +5,12 @@ same report, so all know in the same step. Loops may be nested; a round belongs 
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lockstep.distributed.comm.group_state import shared_object, state_of
-from lockstep.distributed.comm.groups import Group
+from lockstep.distributed.comm.group_state import shared_object, shared_objects, state_of
+from lockstep.distributed.comm.groups import Group, is_registered
 from lockstep.distributed.reduction.report.verdict import LoopVerdict
 from lockstep.errors import OptionError, ShareError
 
@@ -299,3 +299,20 @@ class Decisions:
 def decisions_of(group: Group) -> Decisions:
     """Return the decisions of a group: one object in a process, as long as it is referred to."""
     return shared_object(Decisions, group)
+
+
+def counts_nothing(group: Group) -> bool:
+    """Return True if this rank is at a padding batch: what it gives to the other ranks of a group counts nothing.
+
+    The loop may be over another group, as where a normalisation has the ranks of one host.
+    """
+    if decisions_of(group).is_padding:
+        return True
+    others = shared_objects(Decisions) if is_registered(group) else ()
+    return any(each.is_padding and is_registered(each.group) for each in others)
+
+
+def padding_ranks(answers: Sequence[object]) -> list[bool]:
+    """Return, for each rank, True if it is at a padding batch, as the ranks have said, and some rank is not: its rows
+    are not those of the batch, and what its loss says of those counts nothing."""
+    return [bool(each) for each in answers] if not all(answers) else [False] * len(answers)
