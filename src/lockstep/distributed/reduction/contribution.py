@@ -212,9 +212,9 @@ class Contribution:
     def check_members(self, parameters: Sequence[ManagedParameter]) -> None:
         """Fail if the module has other parameters now than when the window was opened."""
         if self.weights:
-            self.fail_if_changed([left.member for left in self._left], parameters)
+            self.check_same_members([left.member for left in self._left], parameters)
 
-    def fail_if_changed(self, before: Sequence[ManagedParameter], now: Sequence[ManagedParameter]) -> None:
+    def check_same_members(self, before: Sequence[ManagedParameter], now: Sequence[ManagedParameter]) -> None:
         """Fail if the module has other parameters ``now`` than ``before``."""
         names = [{id(member.parameter): member.name for member in each} for each in (before, now)]
         changed = names[0].keys() ^ names[1].keys()

@@ -89,7 +89,7 @@ class RankState:
         if self.contribution.weights:
             self.contribution.check_members(self._members.here)
         if self.padding_batch is not None:
-            self.contribution.fail_if_changed(self.padding_batch.members, self._members.here)
+            self.contribution.check_same_members(self.padding_batch.members, self._members.here)
         return changed
 
     def accumulate(self, came: Sequence[int], of: int) -> None:

@@ -105,7 +105,7 @@ class Reducer:
         self.passes = self.rank_state.passes
         self.home = threading.get_ident()  # the thread in which the module is used
         self._steps: list[Step] = []  # of the passes under way that may reach the module, inside of one another
-        self._aborted: Round | None = None  # what it has sent may not have arrived yet
+        self._failed: Round | None = None  # what it has sent may not have arrived yet
         self.has_failed = False
         """True if the last round has failed on some rank, or was left out; the same on all ranks."""
         self._members = common.members
@@ -298,8 +298,8 @@ class Reducer:
             raise
 
     def _open_round(self, step: Step) -> None:
-        if self._aborted is not None:
-            self.finish_aborted()
+        if self._failed is not None:
+            self.finish_failed()
         others = self.common.begin_round(self.decisions.active)
         if not step.through_forward and self.rank_state.look_for_changes() and step.synchronises:
             others = True  # the pass was not expected here when it began
@@ -371,7 +371,7 @@ class Reducer:
                 try:
                     self.rank_state.contribution.add(step.came, len(step.before.parameters))
                 except BaseException:  # of this rank alone: the report tells the others
-                    self.abort()
+                    self.fail()
                     raise
                 return self._finish(step, part)
             finally:
@@ -402,7 +402,7 @@ class Reducer:
         try:
             self._open_round(step)
         except (PeerError, OptionError):
-            self.abort()
+            self.fail()
             raise
         return self._finish(step, part)
 
@@ -420,7 +420,7 @@ class Reducer:
                 self._members.check_layouts()
             current.launch_rest(self.rank_state.status(current.number, part, step.called, step.differs))
         except BaseException:  # of this rank alone: the others wait for what is not sent
-            self.abort()
+            self.fail()
             raise
         current.wait()
         return current.conclude(lists_used=step.has_users_hooks)
@@ -484,20 +484,20 @@ class Reducer:
             self._steps.pop().put_back()
 
     @torch.no_grad()
-    def abort(self) -> None:
+    def fail(self) -> None:
         """After a failed backward on this rank, send what the others wait for, marked as failed, without waiting."""
         if self.collectives.is_lost:
             return
         part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
         try:
             with self.collectives.phases.phase("finish", f"round {self.common.rounds + 1}"):
-                self._abort_round(part)
+                self._fail_round(part)
         except (CommunicationError, AgreementError, OptionError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         except Exception as error:
             self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
 
-    def _abort_round(self, part: Part) -> None:
+    def _fail_round(self, part: Part) -> None:
         step = self._steps[-1] if self._steps else None
         if step is None or step.round is None:
             self._check_alive()
@@ -511,17 +511,17 @@ class Reducer:
             raise
         assert step.round is not None
         # Kept until its messages have arrived, and the loop has read what the others have told.
-        current = self._aborted = step.round
+        current = self._failed = step.round
         current.fail(self.rank_state.status(current.number, part, step.called, step.differs))
-        self.decisions.note_aborted(self.finish_aborted)
+        self.decisions.finish_later(self.finish_failed)
 
-    def finish_aborted(self) -> None:
-        """Return when all messages of an aborted round have arrived, and the decisions of the ranks in it are known."""
-        if self._aborted is not None:
+    def finish_failed(self) -> None:
+        """Return when all messages of a failed round have arrived, and the decisions of the ranks in it are known."""
+        if self._failed is not None:
             with self._lock:
-                aborted, self._aborted = self._aborted, None
-                if aborted is not None:
-                    aborted.finish_failed()
+                failed, self._failed = self._failed, None
+                if failed is not None:
+                    failed.finish_failed()
 
     def is_in_reach(self, reach: ReachableLeaves) -> bool:
         """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""

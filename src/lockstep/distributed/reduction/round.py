@@ -60,7 +60,7 @@ class Round:
         self._behind = NOTHING  # what is behind the last bucket: the report, or small buffers alone
         self._statuses: GatheredStatuses | None = None  # asked for by this rank, which has failed
         self._decisions = common.decisions
-        self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
+        self._loop = self._decisions.innermost  # which may end before the report of a failed round is read
         self._divide_factor = common.gradient_divide_factor
         self._has_large_buffers = False  # buffers that are not in the report
         self._undefined: list[int] = []
@@ -390,7 +390,7 @@ class Round:
             assert self.status is not None
             # This rank has raised its own error; but whether the loop ends or stops is what all ranks have read here.
             loops = judge_loops(report.sums, statuses)
-            self._decisions.update(loops, self.status.batch, self._loop, aborted=True)
+            self._decisions.update(loops, self.status.batch, self._loop, failed=True)
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
 

@@ -33,7 +33,7 @@ class GroupScheduler(PassObserver):
         self.group = group
         self.decisions = decisions_of(group)
         """The state of this rank's loop, as it is reported to the other ranks."""
-        self._aborted: Question | None = None  # kept until it has arrived
+        self._question: Question | None = None  # kept until it has arrived
         self._collectives = Collectives(group, Phases())
         self.modules = ReplicatedModules[Reducer](self._collectives)
         """The modules that are replicated over the group."""
@@ -126,7 +126,7 @@ class GroupScheduler(PassObserver):
         steps = RunAll()
         for module in modules:
             with steps:
-                module.abort()
+                module.fail()
             this.note_failure(module)
             module.end_pass(failed=True)
         steps.end()
@@ -212,23 +212,23 @@ class GroupScheduler(PassObserver):
                 failing.append(each)
             else:
                 each.rank_state.contribution.pass_lost()
-        self._abort(failing, this)
+        self._fail(failing, this)
         for each in watching:
             if each.watches(this):  # it does not synchronise, or no gradient of it was to come
                 each.end_pass()
 
     @torch.no_grad()
-    def _abort(self, modules: Sequence[Reducer], this: BackwardPass | None) -> None:
+    def _fail(self, modules: Sequence[Reducer], this: BackwardPass | None) -> None:
         failing = [each for each in modules if each.synchronises]
         failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
         if failing:
             self.decisions.note_failure()
         try:
             if failing and self.modules.exclusive:
-                failing[0].abort()
+                failing[0].fail()
             elif failing:
                 part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
-                self._aborted = self.modules.tell(failing, part)
+                self._question = self.modules.tell(failing, part)
         except RuntimeError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
@@ -310,7 +310,7 @@ class GroupScheduler(PassObserver):
     @torch.no_grad()
     def fail(self) -> None:
         """Tell the other ranks that this one cannot continue."""
-        self._abort(self._synchronising(), None)
+        self._fail(self._synchronising(), None)
 
     def skip_batch(self) -> None:
         """Let all ranks leave out their current batch: take part in their round without a gradient.

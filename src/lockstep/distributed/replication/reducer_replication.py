@@ -329,7 +329,7 @@ class ReducerReplication(Replication):
         if self.reducer is None:
             self._restored = state
             return
-        self.reducer.finish_aborted()
+        self.reducer.finish_failed()
         self.reducer.common.restore(state["round"], state["plan"])
         saved = state["hook"]
         if (saved is None) != (self.hook is None):

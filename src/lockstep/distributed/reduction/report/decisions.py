@@ -57,14 +57,14 @@ class Loop:
         known = self._active if self.looks_ahead else None
         self._active = _Active(active, active) if known is None else _Active(known.next, known.next)
 
-    def update(self, verdict: LoopVerdict, aborted: bool, is_over: bool) -> None:
+    def update(self, verdict: LoopVerdict, failed: bool, is_over: bool) -> None:
         """Take over a round's verdict: see :meth:`Decisions.update`; ``is_over``: the loop is at a later batch now."""
         self.verdict = verdict
         if self.looks_ahead and self._active is not None:
             going_on = verdict.going_on if self.needs_names(verdict.ends, verdict.all_end) else self._active.next
             self._active = _Active(going_on if is_over else self._active.now, going_on)
             self._ended = verdict.ends
-        if not aborted:
+        if not failed:
             self.note(skipped=verdict.skipped, failed=False, raised=False)
 
     def needs_names(self, ends: int, all_end: bool) -> bool:
@@ -93,7 +93,7 @@ class Decisions:
         self.shares: list[int] = []
         """The shares of a batch that the rank is in."""
         self._requests: list[Callable[[], object]] = []
-        self._aborted: list[weakref.WeakMethod[Any]] = []
+        self._unfinished: list[weakref.WeakMethod[Any]] = []
         self.skips_next = False
         """True if the rank skips the batch in its next round, which has other micro-batches as well."""
         self._stops = False
@@ -126,7 +126,7 @@ class Decisions:
 
         Raises :class:`OptionError` inside of a loop that looks ahead.
         """
-        self._finish_aborted()
+        self._finish_rounds()
         if self.innermost.batch.raised and len(self._loops) > 1:
             self._end(self.innermost)  # an error has left it, and something still refers to its generator
         if any(loop.looks_ahead for loop in self._loops):
@@ -214,14 +214,14 @@ class Decisions:
 
     # ------------------------------------------------------------------------------ what all ranks have said
 
-    def update(self, verdict: LoopVerdict, batch: int, loop: Loop | None = None, aborted: bool = False) -> None:
+    def update(self, verdict: LoopVerdict, batch: int, loop: Loop | None = None, failed: bool = False) -> None:
         """Take over the verdict of a round at batch number ``batch``.
 
-        ``loop``: the loop of the round, which may have ended; None: the innermost. ``aborted``: this rank has aborted
+        ``loop``: the loop of the round, which may have ended; None: the innermost. ``failed``: this rank has failed in
         the round, and knows the state of the batch already.
         """
         self._stops = verdict.stops
-        (loop or self.innermost).update(verdict, aborted, batch != self.batch)
+        (loop or self.innermost).update(verdict, failed, batch != self.batch)
 
     def note_failure(self, *, at_backward: bool = True) -> None:
         """Note that the round of this batch ends with an error on all ranks, because of a failed backward or not."""
@@ -240,15 +240,15 @@ class Decisions:
         self.innermost.note(skipped=True, failed=False, raised=False)
         self.skips_next = False
 
-    def note_aborted(self, finish: Callable[[], object]) -> None:
-        """Note a round that this rank has aborted; ``finish``: a method that reads its report, and updates this."""
+    def finish_later(self, finish: Callable[[], object]) -> None:
+        """Note a round in which this rank has failed; ``finish``: a method that reads its report, and updates this."""
         method = weakref.WeakMethod(finish)
-        if method not in self._aborted:
-            self._aborted.append(method)
+        if method not in self._unfinished:
+            self._unfinished.append(method)
 
-    def _finish_aborted(self) -> None:
-        while self._aborted:
-            finish = self._aborted.pop()()
+    def _finish_rounds(self) -> None:
+        while self._unfinished:
+            finish = self._unfinished.pop()()
             if finish is not None:
                 finish()
 
@@ -278,21 +278,21 @@ class Decisions:
     def should_stop(self) -> bool:
         """True if any rank had asked to stop when the ranks last exchanged that: the same on all of them.
 
-        Waits for the end of a round that this rank has aborted.
+        Waits for the end of a round in which this rank has failed.
         """
-        self._finish_aborted()
+        self._finish_rounds()
         return self._stops
 
     @property
     def skipped(self) -> bool:
         """True if all ranks have skipped this batch, or none has one; waits as :attr:`should_stop` does."""
-        self._finish_aborted()
+        self._finish_rounds()
         return self.innermost.batch.skipped
 
     @property
     def all_have_ended(self) -> bool:
         """True if no rank has a batch after the one of the last round; waits as :attr:`should_stop` does."""
-        self._finish_aborted()
+        self._finish_rounds()
         return self.innermost.verdict.all_end
 
 
