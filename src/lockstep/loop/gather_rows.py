@@ -17,12 +17,12 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import resolve_group
 from lockstep.distributed.reduction.autograd.engine import current_pass
 from lockstep.distributed.reduction.autograd.graph import MeanInPass
-from lockstep.distributed.reduction.report.decisions import counts_nothing, padding_ranks
+from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import find_replication, replication_of
 from lockstep.errors import AgreementError, OptionError, PeerError
-from lockstep.loop.mean_over_ranks import lead_to, numbers_behind
+from lockstep.loop.mean_over_ranks import lead_to, numbers_behind, padding_ranks
 from lockstep.phases import Phases
 
 _ROWS = "rows of all ranks, gather_rows()"
@@ -149,7 +149,7 @@ def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collec
     modules = scheduler_of(collectives.group).modules.numbered()
     behind = numbers_behind([t for t, each in zip(tensors, has_graph, strict=True) if each], modules)
     count = len(tensors[0]) if tensors and tensors[0].dim() else 0
-    numbers = [_valid(paths, tensors), counts_nothing(collectives.group), count, *has_graph, *behind]
+    numbers = [_valid(paths, tensors), decisions_of(collectives.group).counts_nothing, count, *has_graph, *behind]
     answers = check_same_on_all_ranks(lines, collectives, numbers, what="gather_rows()")
     _check(list(zip(paths, tensors, strict=True)))
     _check_others([bool(row[0]) for row in answers], collectives)
@@ -175,7 +175,7 @@ def gather_row(count: int, row: Tensor, collectives: Collectives, what: str) -> 
     for the others. Messages name ``what``.
     """
     records = torch.is_grad_enabled()
-    pads = counts_nothing(collectives.group)
+    pads = decisions_of(collectives.group).counts_nothing
     head = torch.tensor([[count, records, records and row.requires_grad, pads]], device=row.device)
     ones, shape = [1] * collectives.world, tuple(row.shape)
     both = _Rows(collectives, ones, [(4,), shape], [head.dtype, row.dtype], what)

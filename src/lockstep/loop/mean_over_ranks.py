@@ -15,7 +15,7 @@ from lockstep.distributed.comm.groups import Group, needed_group
 from lockstep.distributed.reduction.autograd.engine import current_pass
 from lockstep.distributed.reduction.autograd.graph import MEANS, MeanInPass, mark_output, reach_of
 from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.report.decisions import counts_nothing, padding_ranks
+from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import GradientError, PeerError
 from lockstep.phases import Phases
@@ -73,7 +73,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     modules = scheduler_of(group).modules.numbered()
     behind = numbers_behind(listed, modules) if has_graph else []
-    numbers = [has_graph, counts_nothing(group), *behind]
+    numbers = [has_graph, decisions_of(group).counts_nothing, *behind]
     answers = check_same_on_all_ranks(lines, collectives, numbers, what="mean_over_ranks()")
     joined = torch.empty(0, requires_grad=True) if any(row[0] for row in answers) else None
     padding = padding_ranks([row[1] for row in answers])
@@ -82,6 +82,12 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     for number in sorted({number for row in answers for number in row[2:]} & modules.keys()):
         lead_to(modules[number], means[0])
     return means[0] if isinstance(tensors, Tensor) else means
+
+
+def padding_ranks(answers: Sequence[object]) -> list[bool]:
+    """Return, for each rank, True if it is at a padding batch, as the ranks have said, and some rank is not: its rows
+    are not those of the batch, and what its loss says of those counts nothing."""
+    return [bool(each) for each in answers] if not all(answers) else [False] * len(answers)
 
 
 def numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, Reducer]) -> list[int]:

@@ -5,7 +5,7 @@ same report, so all know in the same step. Loops may be nested; a round belongs 
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -195,6 +195,13 @@ class Decisions:
         """True if the rank contributes nothing with the current batch."""
         return bool(self._padding)
 
+    @property
+    def counts_nothing(self) -> bool:
+        """True if the rank is at a padding batch of a loop over any group: what it tells the ranks of this one counts
+        nothing, as those of one host that normalise together."""
+        others = shared_objects(Decisions) if is_registered(self.group) else ()
+        return self.is_padding or any(each.is_padding and is_registered(each.group) for each in others)
+
     def skip_in_next_round(self) -> None:
         """Skip the batch in the next round, which has other micro-batches as well."""
         self.skips_next = True
@@ -299,20 +306,3 @@ class Decisions:
 def decisions_of(group: Group) -> Decisions:
     """Return the decisions of a group: one object in a process, as long as it is referred to."""
     return shared_object(Decisions, group)
-
-
-def counts_nothing(group: Group) -> bool:
-    """Return True if this rank is at a padding batch: what it gives to the other ranks of a group counts nothing.
-
-    The loop may be over another group, as where a normalisation has the ranks of one host.
-    """
-    if decisions_of(group).is_padding:
-        return True
-    others = shared_objects(Decisions) if is_registered(group) else ()
-    return any(each.is_padding and is_registered(each.group) for each in others)
-
-
-def padding_ranks(answers: Sequence[object]) -> list[bool]:
-    """Return, for each rank, True if it is at a padding batch, as the ranks have said, and some rank is not: its rows
-    are not those of the batch, and what its loss says of those counts nothing."""
-    return [bool(each) for each in answers] if not all(answers) else [False] * len(answers)
