@@ -168,6 +168,13 @@ def test_inside_of_another_data_parallel(rows):
     torch.testing.assert_close(network[1].running_var, plain[1].running_var)
 
 
+class Activated(nn.BatchNorm1d):
+    """As timm's."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
 def test_conversion_of_a_pruned_layer_of_one_under_two_names_and_of_what_it_cannot_keep():
     network = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
     network.again = network[0]
@@ -184,6 +191,11 @@ def test_conversion_of_a_pruned_layer_of_one_under_two_names_and_of_what_it_cann
     assert seen == [1]
     handle.remove()
     spectral = nn.utils.parametrize.register_parametrization(nn.BatchNorm1d(3), "weight", nn.Softplus())
-    for norm, reason in ((spectral, "is parametrized"), (nn.LazyBatchNorm1d(), "has no shapes yet")):
+    refused = {
+        "is parametrized": spectral,
+        "has no shapes yet": nn.LazyBatchNorm1d(),
+        "Activated .* forward": Activated(3),
+    }
+    for reason, norm in refused.items():
         with pytest.raises(NotReplicableError, match=reason):
             SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(norm))

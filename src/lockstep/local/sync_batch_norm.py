@@ -24,6 +24,7 @@ from lockstep.phases import Phases
 Statistics = tuple[int, Tensor, Tensor]
 """How many values each channel has, their means and their variances."""
 
+_FORWARDS = _BatchNorm.forward, torch.nn.SyncBatchNorm.forward
 _numbers = itertools.count()
 _CHECKPOINTED = (
     "SyncBatchNorm inside a checkpointed segment of a replica: recomputing it would need the other replicas' rows, "
@@ -169,7 +170,8 @@ class SyncBatchNorm(_BatchNorm):
 
         ``process_group``: the ranks, as for the class; if None, a ``torch.nn.SyncBatchNorm`` keeps its own. Parameters,
         buffers, hooks and other attributes (of a pruned layer, say) are kept. Raises
-        :class:`~lockstep.errors.NotReplicableError` for a layer that is parametrized, or that has no shapes yet.
+        :class:`~lockstep.errors.NotReplicableError` for a layer that is parametrized, that has no shapes yet, or whose
+        class has a forward of its own.
         """
         converted: dict[int, Module] = {}
         for owner in list(module.modules()):
@@ -181,9 +183,14 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _like(cls, norm: Module, group: Group | None) -> "SyncBatchNorm":
-        if is_parametrized(norm) or isinstance(norm, LazyModuleMixin):
-            lazy = isinstance(norm, LazyModuleMixin)
-            reason = "has no shapes yet; run a forward first" if lazy else "is parametrized; convert it before that"
+        reason = ""
+        if isinstance(norm, LazyModuleMixin):
+            reason = "has no shapes yet; run a forward first"
+        elif is_parametrized(norm):
+            reason = "is parametrized; convert it before that"
+        elif type(norm).forward not in _FORWARDS:  # such as one with an activation in it
+            reason = "has a forward of its own, which would be lost; put a BatchNorm and what else it does in its place"
+        if reason:
             raise NotReplicableError(f"cannot convert a {type(norm).__name__} to SyncBatchNorm: it {reason}")
         new = cls.__new__(cls)
         own = (dict, set)
