@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import lockstep
 from lockstep.local import SyncBatchNorm
 from lockstep.loop import gather_rows, mean_over_ranks
-from processes import on_processes
+from processes import on_processes, run_processes
 from programs.ranks import on_ranks
 
 BATCHES = [torch.randn(n, 4, 3, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (3, 2, 0)]
@@ -122,3 +122,18 @@ def test_a_normalisation_over_another_group_than_the_loop(rank):
     plain(batches[0][1])
     for found, wanted in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def compares_what_it_passed(rank):
+    with lockstep.session() as run:
+        model = lockstep.replicate(nn.Linear(3, 4).double())
+        for x in run.batches(BATCHES[run.rank]):
+            features = model(x)
+            rows, own = gather_rows(features, model)
+            cross_entropy(features @ rows.T, torch.arange(own.start, own.stop)).backward()
+
+
+def test_a_loss_of_what_was_passed_is_an_error_that_says_what_to_take_instead():
+    first, second = run_processes(2, compares_what_it_passed, launched=True, errors=True)
+    assert "Expected input batch_size (4) to match target batch_size (0)" in str(second.error)
+    assert all("take its own rows from the result, rows[own]" in str(each.error.__cause__) for each in (first, second))

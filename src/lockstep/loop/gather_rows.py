@@ -14,6 +14,7 @@ from lockstep._base.inner_tensors import as_bytes, is_plain
 from lockstep._base.tree import Tree
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import state_of
 from lockstep.distributed.comm.groups import resolve_group
 from lockstep.distributed.reduction.autograd.engine import current_pass
 from lockstep.distributed.reduction.autograd.graph import MeanInPass
@@ -159,6 +160,7 @@ def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collec
     rows = _Rows(collectives, counts, [tuple(each.shape[1:]) for each in tensors], [each.dtype for each in tensors])
     if padding[collectives.rank]:
         rows.counts_nothing, tensors = True, [each[:0] for each in tensors]
+        state_of(collectives.group).has_no_rows = True
     joined = torch.empty(0, requires_grad=True) if any(flags) else None
     whole = list(_GatherRows.apply(rows, joined, tuple(flags), None, *tensors))
     for number in sorted({number for row in answers for number in row[3 + len(tensors) :]} & modules.keys()):

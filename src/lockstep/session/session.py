@@ -98,6 +98,12 @@ class CountedBatches(loop.Batches[T]):
             yield batch
 
 
+_NO_ROWS = (
+    "This rank has run out of batches, and repeats its last one. gather_rows() gives it none of the rows then: take "
+    "its own rows from the result, rows[own]"
+)
+
+
 class Session:
     """The value of ``with`` :func:`session`: the rank, device and group of this process, and functions for training."""
 
@@ -343,6 +349,8 @@ class Session:
     def _end(self, error: BaseException | None, values: ValuesAtEnd | None) -> None:
         if error is None:
             self.progress.current_phase = Phase.TEAR_DOWN
+        elif state_of(self.group).has_no_rows:
+            error.add_note(_NO_ROWS)
         stopped = self._decisions is not None and self._decisions.should_stop
         # Before the handlers are restored: the launcher ends this rank as soon as it has noticed one that failed.
         last_words = self._watch.last_words(error, self._requests.former(signal.SIGTERM))

@@ -74,6 +74,8 @@ class GroupState:
         (test_uneven_data.py, test_batches_are_numbered_alike_whatever_has_been_freed)."""
         self.in_loop = ""
         """Where the rank is in its loop over ``batches()``, in words, or how it has left the last one."""
+        self.has_no_rows = False
+        """True if :func:`gather_rows` has given this rank none of the rows, as it is at a padding batch."""
         self.modules_with_shares = 0
         """The number of modules with shares replicated so far; kept when modules are freed
         (test_shares.py, test_modules_are_numbered_alike_whatever_has_been_freed)."""
@@ -91,6 +93,7 @@ class GroupState:
     def next_batch(self) -> None:
         """Count a batch."""
         self.batch += 1
+        self.has_no_rows = False
 
 
 _states: "weakref.WeakKeyDictionary[Group, GroupState]" = weakref.WeakKeyDictionary()
