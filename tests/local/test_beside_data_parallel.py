@@ -504,16 +504,20 @@ def test_replicas_of_a_compiled_module(reference, compiler):
     assert all(list(r.state_dict()) == list(compiled.state_dict()) for r in replicas)
 
 
-def test_the_module_of_a_compiled_wrapper_of_one_device_is_compiled(compiler, sim):
+@pytest.mark.parametrize("ids", [[0], [0, 1]])
+def test_the_module_of_a_compiled_wrapper_is_compiled_on_one_device_and_has_replicas_on_several(compiler, sim, ids):
     graphs, plain, x = [], mlp().to("sim:0"), torch.randn(5, 3)
+    calls = []
+    plain.register_forward_pre_hook(lambda *_: calls.append(1))
 
     def backend(graph, _):
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(lockstep.DataParallel(plain, [0]), backend=backend)
+    compiled = torch.compile(lockstep.DataParallel(plain, ids), backend=backend)
     torch.testing.assert_close(compiled(x), plain(x.to("sim:0")))
-    assert len(graphs) == 1
+    assert len(graphs) == (len(ids) == 1)
+    assert len(calls) == len(ids) + 1
 
 
 @pytest.mark.around

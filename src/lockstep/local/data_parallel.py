@@ -130,10 +130,12 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         module runs as it is.
         """
         # The compiler traces these lines, so it sees the module itself where that runs as it is, or on one device.
-        if torch.compiler.is_exporting() or (torch.compiler.is_compiling() and not self.device_ids):
-            return self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
-        if torch.compiler.is_compiling() and len(self.device_ids) == 1:
-            return self._forward_on_one(inputs, kwargs)
+        # Of the compiler's own functions is_exporting() is true for PyTorch 2.11 wherever it traces.
+        if torch.compiler.is_compiling():
+            if torch.compiler._is_exporting_flag or not self.device_ids:
+                return self.module(*map(_plain, inputs), **{name: _plain(each) for name, each in kwargs.items()})
+            if len(self.device_ids) == 1:
+                return self._forward_on_one(inputs, kwargs)
         return self._forward(inputs, kwargs)
 
     @outside_compiler
@@ -404,6 +406,11 @@ def data_parallel(
     key = ("data_parallel", *devices, output_device, dim)
     parallel = cached(module, key, lambda: DataParallel(module, devices, output_device, dim))
     return parallel(*args, **kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """Return the tensor of an argument that is marked: what the compiler of every PyTorch can trace."""
+    return value.tensor if isinstance(value, scatter_gather.Shared) else value
 
 
 def _runs_whole(devices: Sequence[torch.device]) -> bool:
