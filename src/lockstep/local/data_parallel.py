@@ -130,7 +130,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         module runs as it is.
         """
         # The compiler traces these lines, so it sees the module itself where that runs as it is, or on one device.
-        # Of the compiler's own functions is_exporting() is true for PyTorch 2.11 wherever it traces.
+        # (In PyTorch 2.11, torch.compiler.is_exporting() is true wherever it traces.)
         if torch.compiler.is_compiling():
             if torch.compiler._is_exporting_flag or not self.device_ids:
                 return self.module(*map(_plain, inputs), **{name: _plain(each) for name, each in kwargs.items()})
