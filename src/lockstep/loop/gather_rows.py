@@ -150,7 +150,7 @@ def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collec
     modules = scheduler_of(collectives.group).modules.numbered()
     behind = numbers_behind([t for t, each in zip(tensors, has_graph, strict=True) if each], modules)
     count = len(tensors[0]) if tensors and tensors[0].dim() else 0
-    numbers = [_valid(paths, tensors), decisions_of(collectives.group).counts_nothing, count, *has_graph, *behind]
+    numbers = [_valid(paths, tensors), decisions_of(collectives.group).is_padding, count, *has_graph, *behind]
     answers = check_same_on_all_ranks(lines, collectives, numbers, what="gather_rows()")
     _check(list(zip(paths, tensors, strict=True)))
     _check_others([bool(row[0]) for row in answers], collectives)

@@ -73,7 +73,8 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     modules = scheduler_of(group).modules.numbered()
     behind = numbers_behind(listed, modules) if has_graph else []
-    numbers = [has_graph, decisions_of(group).counts_nothing, *behind]
+    decisions = decisions_of(group)  # rounds of modules over another group may count what those over this one do not
+    numbers = [has_graph, decisions.is_padding if modules else decisions.counts_nothing, *behind]
     answers = check_same_on_all_ranks(lines, collectives, numbers, what="mean_over_ranks()")
     joined = torch.empty(0, requires_grad=True) if any(row[0] for row in answers) else None
     padding = padding_ranks([row[1] for row in answers])

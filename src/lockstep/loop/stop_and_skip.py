@@ -81,6 +81,9 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
     ranks finish their backward, and get no gradients. On every rank :func:`skipped` is True until the next batch, and
     the optimizer's step changes nothing. Gradients of earlier micro-batches under ``no_sync()`` are dropped, too.
 
+    At a padding batch of :func:`batches` no rank leaves out anything: it counts nothing, and the batches of the other
+    ranks count. So :func:`skipped` is False, and the program goes on with the optimizer's step.
+
     Inside of ``no_sync()`` or ``accumulate(last=False)`` more micro-batches of the step follow, and the one that
     synchronises tells the others. Outside of them the step is over on this rank: go on with the next step.
 

@@ -203,6 +203,10 @@ class GroupScheduler(PassObserver):
         if self in this.told:  # the pass had ended here: another group's rounds, or a callback, have failed after it
             return
         watching = [module for module in self.modules if module.watches(this)]
+        if self.decisions.is_padding and self.decisions.skips_after(sys.exception()):
+            for each in watching:  # skip_on() takes part in the round after this
+                each.end_pass()
+            return
         failing = [module for module in watching if module.find_arrived()]
         for each in self.modules:
             if each in failing or each.counts_in_outer(this):
@@ -316,9 +320,13 @@ class GroupScheduler(PassObserver):
         """Let all ranks leave out their current batch: take part in their round without a gradient.
 
         In a micro-batch that does not synchronise, the next round of this rank tells the others. If the round of this
-        batch has failed, all ranks know already, and nothing is sent.
+        batch has failed, all ranks know already, and nothing is sent. At a padding batch no rank leaves out anything.
         """
         modules = list(self.modules)
+        if self.decisions.is_padding:  # it counts nothing anyway: the batches of the other ranks count
+            if self._synchronising():
+                self._take_part(modules, Part.FULL)
+            return
         if not self._synchronising():
             self.decisions.skip_in_next_round()
             for module in modules:
@@ -330,14 +338,18 @@ class GroupScheduler(PassObserver):
             for module in modules:
                 module.rank_state.drop_gradients()
             try:
-                if self.modules.exclusive:
-                    self.reduce(modules, lambda _: Part.SKIPS)
-                else:
-                    self.follow(self.modules.ask([]), lambda _: Part.SKIPS)
+                self._take_part(modules, Part.SKIPS)
             except PeerError:
                 if not self.decisions.has_failed:  # else another rank has failed at this batch, too
                     raise
         self._note_skipped()
+
+    def _take_part(self, modules: Sequence[Reducer], part: Part) -> None:
+        """Take part in the rounds of this batch without a pass."""
+        if self.modules.exclusive:
+            self.reduce(modules, lambda _: part)
+        else:
+            self.follow(self.modules.ask([]), lambda _: part)
 
     def check_no_open_window(self) -> None:
         """Raise :class:`OptionError` if gradients have accumulated, as ``skip_on()`` ends, that are to be synchronised

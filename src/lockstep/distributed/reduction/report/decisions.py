@@ -197,9 +197,9 @@ class Decisions:
 
     @property
     def counts_nothing(self) -> bool:
-        """True if the rank is at a padding batch of a loop over any group: what it tells the ranks of this one counts
-        nothing, as those of one host that normalise together."""
-        others = shared_objects(Decisions) if is_registered(self.group) else ()
+        """True if the rank is at a padding batch of a loop over this group or, where there is no loop over it, over any
+        other: what it tells the ranks of this one counts nothing, as those of one host that normalise together."""
+        others = shared_objects(Decisions) if not self.batch and is_registered(self.group) else ()
         return self.is_padding or any(each.is_padding and is_registered(each.group) for each in others)
 
     def skip_in_next_round(self) -> None:
