@@ -261,24 +261,26 @@ def test_what_a_failed_round_has_kept_does_not_come_back(rank, shape):
     assert found == [(PeerError, 1.0, None), (ArithmeticError, 1.0, None)][rank.rank]
 
 
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("skip", [(), (1,), (0, 1)], ids=["backward fails", "rank 1 skips", "all skip"])
 @pytest.mark.parametrize("hosts", ["", "aa"])
 @on_ranks(2, "hosts")
-def test_buffers_after_a_failure_are_equal_again_after_the_next_batch(rank, skips):
+def test_buffers_after_a_failure_are_equal_again_after_the_next_batch(rank, skip, count):
     """After a batch that has failed, or was left out, each rank has its own buffers; all have one's after the next."""
-    model = replicated(rank, lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    models = [replicated(rank, lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))) for _ in range(count)]
     x = torch.randn(4, 3, generator=rank.generator())
-    model(x).sum().backward()
-    loss = model(x).sum()
-    if skips and rank.rank:
+    sum(model(x).sum() for model in models).backward()
+    loss = sum(model(x).sum() for model in models)
+    if rank.rank in skip:
         lockstep.loop.skip_batch(group=rank.group)
     else:
-        if rank.rank:
+        if rank.rank and not skip:
             loss.register_hook(lambda gradient: 1 / 0)
         with contextlib.suppress(ZeroDivisionError, PeerError):
             loss.backward()
-    lockstep.check_in_sync(model)
-    own = rank.all_equal(model[1].running_mean)
-    model(x).sum().backward()
-    lockstep.check_in_sync(model)
-    assert (own, rank.all_equal(model[1].running_mean)) == (False, True)
+    lockstep.check_in_sync(*models)
+    own = [rank.all_equal(model[1].running_mean) for model in models]
+    sum(model(x).sum() for model in models).backward()
+    lockstep.check_in_sync(*models)
+    assert own == [False] * count
+    assert all(rank.all_equal(model[1].running_mean) for model in models)

@@ -449,6 +449,8 @@ class Reducer:
             del step  # whose references would look like the program's
             if ended is not None:
                 self._end_round(ended)
+            elif failed:
+                self.has_failed = True
             # No rank steps on gradients of a failed round: those that it has had before are of an unfinished step.
             if failed or (ended is not None and self.has_failed):
                 if ended is not None:

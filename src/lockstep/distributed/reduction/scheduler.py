@@ -371,6 +371,7 @@ class GroupScheduler(PassObserver):
 
     def _note_skipped(self) -> None:
         for module in self.modules:
+            module.has_failed = True
             module.rank_state.drop_gradients()
         self.decisions.note_skipped()
 
