@@ -66,6 +66,7 @@ def test_only_the_batch_itself_is_left_out(rank, lengths, step, count):
         if skipped(*models):
             continue
         step_of_one_process(plain, step, batches[number])
+        assert all(rank.all_equal(each) for model in models for each in model.buffers())
         for model, alone in zip(models, plain, strict=True):
             for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(found.grad, wanted.grad)

@@ -266,3 +266,27 @@ def test_a_new_loop_after_an_error_in_one_that_is_kept(rank):
         except PeerError:
             found.append("PeerError")
     assert found == ["PeerError", "over", "over"]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
+@on_ranks(2)
+def test_buffers_of_a_step_that_is_left_out_are_those_from_before_it(rank, policy, bad):
+    """Whichever micro-batch is left out, inside of `accumulate`."""
+    model = rank.make(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
+    lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
+    for step in range(2):
+        before = [each.clone() for each in model.buffers()]
+        for number in range(3):
+            with (
+                lockstep.accumulate(model, last=number == 2),
+                lockstep.loop.skip_on(BadBatchError, modules=[model]),
+            ):
+                x = torch.full((4, 3), torch.nan if step and rank.rank and number == bad else 1.0 + rank.rank + number)
+                loss = model(x * torch.arange(4)[:, None]).sum()
+                if not loss.isfinite():
+                    raise BadBatchError
+                loss.backward()
+        assert lockstep.loop.skipped(model) == bool(step)
+        same = [torch.equal(one, other) for one, other in zip(before, model.buffers(), strict=True)]
+        assert all(same) if step else not any(same)

@@ -169,7 +169,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
     """
     kinds = errors or (torch.OutOfMemoryError,)
     schedulers = _schedulers(modules, group, "skip_on")
-    kept = [scheduler.keep_buffers() for scheduler in schedulers]
+    kept, failed = [scheduler.keep_buffers() for scheduler in schedulers], False
     with ExitStack() as stack:
         for scheduler in schedulers:
             scheduler.decisions.note_new_step()
@@ -177,12 +177,13 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
         try:
             yield
         except kinds:
+            failed = True
             _skip(schedulers)
         else:
             for scheduler in schedulers:
                 scheduler.check_no_open_window()
     for scheduler, buffers in zip(schedulers, kept, strict=True):
-        if scheduler.decisions.skipped:
+        if scheduler.decisions.skipped or (failed and not scheduler.decisions.is_padding):
             for each in buffers:
                 each.give_back()
 

@@ -34,6 +34,7 @@ class GroupScheduler(PassObserver):
         self.decisions = decisions_of(group)
         """The state of this rank's loop, as it is reported to the other ranks."""
         self._question: Question | None = None  # kept until it has arrived
+        self._kept: tuple[int, list[KeptBuffers]] = 0, []  # after that many rounds, from before a micro-batch
         self._collectives = Collectives(group, Phases())
         self.modules = ReplicatedModules[Reducer](self._collectives)
         """The modules that are replicated over the group."""
@@ -323,7 +324,7 @@ class GroupScheduler(PassObserver):
         batch has failed, all ranks know already, and nothing is sent. At a padding batch no rank leaves out anything.
         """
         modules = list(self.modules)
-        if self.decisions.is_padding:  # it counts nothing anyway: the batches of the other ranks count
+        if self.decisions.is_padding and not self.decisions.has_failed:  # the batches of the other ranks count
             if self._synchronising():
                 self._take_part(modules, Part.FULL)
             return
@@ -363,8 +364,13 @@ class GroupScheduler(PassObserver):
                 )
 
     def keep_buffers(self) -> list[KeptBuffers]:
-        """Return copies of the buffers of all modules, to be restored later."""
-        return [module.buffers.keep() for module in self.modules]
+        """Return copies of the buffers of all modules, to be restored later: from before the first micro-batch of this
+        step in which it was called."""
+        rounds, kept = self._kept
+        if not kept or rounds != self.rounds:
+            kept = [module.buffers.keep() for module in self.modules]
+        self._kept = self.rounds, [] if self._synchronising() else kept
+        return kept
 
     def _synchronising(self) -> list[Reducer]:
         return [module for module in self.modules if module.rank_state.requires_sync]
