@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.sharding import shard_optimizer
+from lockstep.sharding import full_state_dict, shard_optimizer
 from lockstep.sharding.granularity import Granularity
-from threaded import Rank
+from programs.ranks import called_by
+from threaded import Rank, run_ranks
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -27,6 +28,21 @@ def replicated(rank: Rank, make: Callable[[], nn.Module] = network, **options: A
 
 def adamw(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, **{"lr": 0.01} | options)
+
+
+class FailingSGD(torch.optim.SGD):
+    """Fails after it has changed some weights."""
+
+    fails: type[BaseException] | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if self.fails:
+            raise self.fails("on purpose")
+
+
+def failing_sgd(parameters: Iterable[nn.Parameter]) -> FailingSGD:
+    return FailingSGD(parameters, lr=0.1, momentum=0.9)
 
 
 def backward(rank: Rank, model: nn.Module, step: int, width: int = 37) -> None:
@@ -45,8 +61,29 @@ def made(make: Make, model: nn.Module, sharded: bool, granularity: Granularity |
     return shard_optimizer(optimizer, granularity=granularity) if sharded else optimizer
 
 
+def begun(
+    rank: Rank,
+    make: Make = adamw,
+    *,
+    sharded: bool = True,
+    granularity: Granularity | None = None,
+    net: Callable[[], nn.Module] = network,
+    steps: int = 0,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Return a replicated module and its optimizer, sharded or not, after so many steps."""
+    model = replicated(rank, net, **options)
+    optimizer = made(make, model, sharded, granularity)
+    train(rank, model, optimizer, range(steps))
+    return model, optimizer
+
+
 def values(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def results(model: nn.Module, optimizer: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    return values(model), full_state_dict(optimizer, all_ranks=True)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -58,3 +95,22 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return one == other
+
+
+def same_without_sharding(world: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Return what ranks get of `function(rank, sharded, *args)`, which has the same bits without sharding and with it.
+
+    `options` are those of `run_ranks`.
+    """
+    plain, found = (run_ranks(world, function, sharded, *args, **options) for sharded in (False, True))
+    assert equal(plain, found)
+    return found
+
+
+def without_sharding_too(world: int, *parameters: str, **options: Any) -> Any:
+    """As `on_ranks`, for a test of a rank and whether it shards, which returns the same bits in both cases."""
+
+    def run(count: int, function: Callable[..., Any], *args: Any, errors: bool, **options: Any) -> list[Any]:
+        return same_without_sharding(count, function, *args, **options)
+
+    return called_by(run, world, parameters, None, (), options, given_by_run=2)

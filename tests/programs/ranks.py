@@ -25,13 +25,13 @@ def on_ranks(world, *parameters, raises=None, says=(), **options):
     return called_by(run_ranks, world, parameters, raises, says, options)
 
 
-def called_by(run, world, parameters, raises, says, options):
-    """Decorate a test of one rank, which `run` is to call on all of them."""
+def called_by(run, world, parameters, raises, says, options, given_by_run=1):
+    """Decorate a test of one rank, which `run` is to call on all of them, with so many arguments before its own."""
     options = {"world": world, **options}
     texts = [says] if isinstance(says, str) else says
 
     def decorate(function):
-        _, *arguments = inspect.signature(function).parameters.values()
+        arguments = list(inspect.signature(function).parameters.values())[given_by_run:]
         own = [argument.name for argument in arguments]
 
         @functools.wraps(function)

@@ -18,8 +18,7 @@ from lockstep.sharding.granularity import TABLE, granularity_of
 from lockstep.sharding.optimizer import shards_of
 from lockstep.sharding.partition import cut_evenly
 from programs.ranks import on_ranks
-from sharded_runs import adamw, equal, made, replicated, train, values
-from threaded import run_ranks
+from sharded_runs import adamw, begun, equal, made, replicated, train, values, without_sharding_too
 
 OFF_AND_ON = (False, True)
 ONE_BY_ONE, FOREACH, FUSED = {"foreach": False}, {"foreach": True}, {"fused": True}
@@ -217,46 +216,31 @@ def test_a_class_whose_step_a_program_has_replaced_is_not_known(monkeypatch):
         granularity_of(torch.optim.RMSprop, None)
 
 
-def test_a_class_without_a_step_of_its_own_is_sharded_and_keeps_its_class():
-    def trained(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(lambda p: Own(p, lr=0.1, momentum=0.9), model, sharded)
-        train(rank, model, optimizer, range(3))
-        assert type(optimizer) is Own
-        assert repr(optimizer).startswith("Own (\nParameter Group 0\n")
-        return values(model)
-
-    assert equal(run_ranks(2, trained, False), run_ranks(2, trained, True))
+@without_sharding_too(2)
+def test_a_class_without_a_step_of_its_own_is_sharded_and_keeps_its_class(rank, sharded):
+    model, optimizer = begun(rank, lambda p: Own(p, lr=0.1, momentum=0.9), sharded=sharded, steps=3)
+    assert type(optimizer) is Own
+    assert repr(optimizer).startswith("Own (\nParameter Group 0\n")
+    return values(model)
 
 
-def test_an_optimizer_that_is_known_on_one_rank_alone_is_an_error_on_both_and_the_right_call_works():
-    def called(rank):
-        model = replicated(rank)
-        optimizer = (WithAStep if rank.rank else torch.optim.AdamW)(model.parameters())
+@without_sharding_too(2)
+def test_an_optimizer_that_is_known_on_one_rank_alone_is_an_error_on_both_and_the_right_call_works(rank, sharded):
+    model = replicated(rank)
+    optimizer = (WithAStep if rank.rank else torch.optim.AdamW)(model.parameters())
+    if sharded:
         words = r"does not know the step of .*test_granularity\.WithAStep"
         with pytest.raises(UnknownOptimizerError if rank.rank else PeerError, match=words):
             shard_optimizer(optimizer)
-        train(rank, model, shard_optimizer(optimizer, granularity="element"), range(1))
-        return values(model)
-
-    def plain(rank):
-        model = replicated(rank)
-        train(rank, model, torch.optim.AdamW(model.parameters()), range(1))
-        return values(model)
-
-    assert equal(run_ranks(2, called), run_ranks(2, plain))
+        shard_optimizer(optimizer, granularity="element")
+    train(rank, model, optimizer, range(1))
+    return values(model)
 
 
-def test_a_known_optimizer_may_be_given_whole_parameters():
-    def trained(rank, granularity):
-        model = replicated(rank)
-        optimizer = made(adamw, model, granularity is not None, granularity)
-        train(rank, model, optimizer, range(3))
-        return values(model)
-
-    expected = run_ranks(2, trained, None)
-    assert equal(run_ranks(2, trained, "tensor"), expected)
-    assert equal(run_ranks(2, trained, "element"), expected)
+@pytest.mark.parametrize("granularity", ["tensor", "element"])
+@without_sharding_too(2)
+def test_a_known_optimizer_may_be_given_whole_parameters(rank, sharded, granularity):
+    return values(begun(rank, sharded=sharded, granularity=granularity, steps=3)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

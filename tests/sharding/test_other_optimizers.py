@@ -18,7 +18,7 @@ from lockstep.errors import AgreementError, LayoutError, OptionError, PeerError,
 from lockstep.sharding import ShardedOptimizer, full_state_dict, shard_optimizer
 from lockstep.sharding.optimizer import shards_of
 from programs.ranks import on_ranks
-from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
+from sharded_runs import adamw, backward, begun, equal, made, network, replicated, train, values, without_sharding_too
 from tensor_classes import Packed
 from threaded import run_ranks
 
@@ -44,8 +44,7 @@ def both(make, granularity, world=2, steps=6, net=network, width=37):
     """The weights and the state of all ranks, without sharding and with it."""
 
     def trained(rank, sharded):
-        model = replicated(rank, net)
-        optimizer = made(make, model, sharded, granularity)
+        model, optimizer = begun(rank, make, sharded=sharded, granularity=granularity, net=net)
         for step in range(steps):
             optimizer.zero_grad()
             backward(rank, model, step, width)
@@ -189,9 +188,7 @@ def test_a_parameter_of_another_class_or_with_attributes_is_not_cut():
 
 def test_attributes_are_those_of_the_optimizer_that_steps():
     def counted(rank):
-        model = replicated(rank)
-        optimizer = made(Counting, model, True, "tensor")
-        train(rank, model, optimizer, range(5))
+        _, optimizer = begun(rank, Counting, granularity="tensor", steps=5)
         held = sum(each.numel() for each in shards_of(optimizer).placement.tensors.values())
         return optimizer.t, optimizer.param_groups[0]["count"], len(optimizer.param_groups[0]["params"]), held
 
@@ -238,30 +235,25 @@ class ScheduleFree(Base):
 
 @pytest.mark.parametrize("granularity", ["tensor", "element"])
 @pytest.mark.parametrize("hosts", ["", "aaa"])
-def test_methods_that_switch_the_weights_run_on_each_ranks_part(granularity, hosts):
-    def switched(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(ScheduleFree, model, sharded, granularity)
-        seen = []
+@without_sharding_too(3, "hosts")
+def test_methods_that_switch_the_weights_run_on_each_ranks_part(rank, sharded, granularity):
+    model, optimizer = begun(rank, ScheduleFree, sharded=sharded, granularity=granularity)
+    seen = []
+    optimizer.train()
+    for step in range(4):
+        train(rank, model, optimizer, range(step, step + 1))
+        optimizer.eval()
+        seen.append(values(model))
+        optimizer.eval()
+        lockstep.check_in_sync(model)
         optimizer.train()
-        for step in range(4):
-            train(rank, model, optimizer, range(step, step + 1))
-            optimizer.eval()
-            seen.append(values(model))
-            optimizer.eval()
-            lockstep.check_in_sync(model)
-            optimizer.train()
-            seen.append(values(model))
-        return seen, full_state_dict(optimizer, all_ranks=True)
-
-    assert equal(run_ranks(3, switched, False, hosts=hosts), run_ranks(3, switched, True, hosts=hosts))
+        seen.append(values(model))
+    return seen, full_state_dict(optimizer, all_ranks=True)
 
 
 @on_ranks(2)
 def test_ranks_that_do_different_things_are_an_error_on_both(rank):
-    model = replicated(rank)
-    optimizer = made(ScheduleFree, model, True, "tensor")
-    train(rank, model, optimizer, range(1))
+    model, optimizer = begun(rank, ScheduleFree, granularity="tensor", steps=1)
     before = values(model)
     with pytest.raises(AgreementError, match=r"differ in what they do .*: step 2 on rank 0, eval\(\) on rank 1"):
         optimizer.eval() if rank.rank else optimizer.step()
@@ -298,45 +290,33 @@ def one_element_on_one_rank(rank, model):
     "change", [of_one_rank_alone, halved_on_one_rank, negated_on_one_rank, one_element_on_one_rank]
 )
 @pytest.mark.parametrize("granularity", [None, "tensor"])
-def test_gradients_that_are_not_the_same_on_all_ranks_are_an_error_on_all(change, granularity):
+@without_sharding_too(2)
+def test_gradients_that_are_not_the_same_on_all_ranks_are_an_error_on_all(rank, sharded, change, granularity):
     names = {of_one_rank_alone: "0.weight", halved_on_one_rank: "2.bias", negated_on_one_rank: "4.weight"}
-
-    def stepped(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True, granularity)
-        train(rank, model, optimizer, range(2))
+    name = names.get(change, "4.bias")
+    model, optimizer = begun(rank, sharded=sharded, granularity=granularity, steps=2)
+    if sharded:
         before = values(model)
         optimizer.zero_grad()
         backward(rank, model, 5)
         change(rank, model)
-        name = names.get(change, "4.bias")
         with pytest.raises(ShardingError, match=rf"gradient of parameter {name} on rank 1 is not that on rank 0"):
             optimizer.step()
         assert equal(before, values(model))
-        train(rank, model, optimizer, range(2, 4))
-        return values(model)
-
-    def plain(rank):
-        model = replicated(rank)
-        train(rank, model, made(adamw, model, False), range(4))
-        return values(model)
-
-    assert equal(run_ranks(2, stepped), run_ranks(2, plain))
+    train(rank, model, optimizer, range(2, 4))
+    return values(model)
 
 
-def test_gradients_that_all_ranks_change_alike_are_stepped():
-    def changed(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(adamw, model, sharded)
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(rank, model, step)
-            nn.utils.clip_grad_value_(model.parameters(), 1e-4)
-            model[2].weight.grad = model[2].weight.grad.t().contiguous().t() * 2
-            optimizer.step()
-        return values(model)
-
-    assert equal(run_ranks(2, changed, False), run_ranks(2, changed, True))
+@without_sharding_too(2)
+def test_gradients_that_all_ranks_change_alike_are_stepped(rank, sharded):
+    model, optimizer = begun(rank, sharded=sharded)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(rank, model, step)
+        nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+        model[2].weight.grad = model[2].weight.grad.t().contiguous().t() * 2
+        optimizer.step()
+    return values(model)
 
 
 # ------------------------------------------------------------------------------------ refused by name
@@ -433,8 +413,7 @@ def test_random_numbers_in_the_first_step_are_an_error_on_all_ranks(rank):
 
 @on_ranks(2)
 def test_an_option_that_a_step_makes_of_several_parameters_is_an_error_in_the_next(rank):
-    model = replicated(rank)
-    optimizer = made(AdaptsToAll, model, True, "tensor")
+    model, optimizer = begun(rank, AdaptsToAll, granularity="tensor")
     backward(rank, model, 0)
     optimizer.step()
     with pytest.raises(AgreementError, match=r"'lr': .*; if AdaptsToAll\.step\(\) changes it by what it sees"):
@@ -457,9 +436,7 @@ def test_state_that_does_not_belong_to_single_elements_is_not_cut(rank):
 
 @on_ranks(2)
 def test_state_that_one_rank_alone_has_loaded_is_an_error_on_all(rank):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = begun(rank, steps=2)
     state = full_state_dict(optimizer, all_ranks=True)
     train(rank, model, optimizer, range(2, 3))
     if rank.rank == 0:
@@ -475,9 +452,9 @@ def test_state_that_one_rank_alone_has_loaded_is_an_error_on_all(rank):
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 @on_ranks(2)
 def test_a_weight_that_one_rank_alone_has_transposed_is_an_error_on_all(rank, granularity):
-    model = replicated(rank, lambda: nn.Sequential(nn.Linear(37, 37), nn.Linear(37, 4)))
-    optimizer = made(adamw, model, True, granularity)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = begun(
+        rank, granularity=granularity, net=lambda: nn.Sequential(nn.Linear(37, 37), nn.Linear(37, 4)), steps=1
+    )
     backward(rank, model, 1)
     if rank.rank == 1:
         model[0].weight.data = model[0].weight.data.t()
@@ -485,26 +462,21 @@ def test_a_weight_that_one_rank_alone_has_transposed_is_an_error_on_all(rank, gr
         optimizer.step()
 
 
-def test_a_parameter_that_is_taken_out_of_its_group_leaves_and_comes_back_with_its_state():
-    def changing(rank, sharded, granularity):
-        model = replicated(rank)
-        optimizer = made(adamw, model, sharded, granularity)
-        group, counts = optimizer.param_groups[0], []
-        train(rank, model, optimizer, range(2))
-        out = [group["params"].pop(0), group["params"].pop(2)]
-        train(rank, model, optimizer, range(2, 4))
-        if sharded:
-            placement = shards_of(optimizer).placement
-            counts = sorted({piece.number for pieces in placement.by_rank for piece in pieces})
-            assert counts == [1, 2, 4, 5]
-        out[1].data = out[1].data.clone()  # what is not stepped may go elsewhere
-        train(rank, model, optimizer, range(4, 5))
-        group["params"] += out
-        train(rank, model, optimizer, range(5, 7))
-        return values(model)
-
-    for granularity in ("element", "tensor"):
-        assert equal(run_ranks(2, changing, False, None), run_ranks(2, changing, True, granularity))
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+@without_sharding_too(2)
+def test_a_parameter_that_is_taken_out_of_its_group_leaves_and_comes_back_with_its_state(rank, sharded, granularity):
+    model, optimizer = begun(rank, sharded=sharded, granularity=granularity, steps=2)
+    group = optimizer.param_groups[0]
+    out = [group["params"].pop(0), group["params"].pop(2)]
+    train(rank, model, optimizer, range(2, 4))
+    if sharded:
+        placement = shards_of(optimizer).placement
+        assert {piece.number for pieces in placement.by_rank for piece in pieces} == {1, 2, 4, 5}
+    out[1].data = out[1].data.clone()  # what is not stepped may go elsewhere
+    train(rank, model, optimizer, range(4, 5))
+    group["params"] += out
+    train(rank, model, optimizer, range(5, 7))
+    return values(model)
 
 
 @on_ranks(2)
@@ -517,9 +489,7 @@ def test_a_rank_that_has_loaded_state_after_a_failed_step_does_not_wait_for_the_
             if self.fails:
                 raise ValueError("on purpose")
 
-    model = replicated(rank)
-    optimizer = made(Failing, model, True, "tensor")
-    train(rank, model, optimizer, range(1))
+    _, optimizer = begun(rank, Failing, granularity="tensor", steps=1)
     state = full_state_dict(optimizer, all_ranks=True)
     optimizer.fails = rank.rank == 0
     with pytest.raises((ValueError, PeerError), match="on purpose"):
@@ -538,9 +508,7 @@ def test_a_rank_that_has_loaded_state_after_a_failed_step_does_not_wait_for_the_
 
 def test_state_of_another_rank_says_where_it_is_and_copies_say_what_to_do():
     def read(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True, "tensor")
-        train(rank, model, optimizer, range(1))
+        model, optimizer = begun(rank, granularity="tensor", steps=1)
         seen = []
         for parameter in model.parameters():
             if parameter in optimizer.state:
@@ -557,17 +525,13 @@ def test_state_of_another_rank_says_where_it_is_and_copies_say_what_to_do():
     assert sum(run_ranks(2, read)) == 6
 
 
-def test_an_optimizer_that_is_no_longer_used_is_freed_at_once():
-    def freed(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(1))
-        moment = weakref.ref(next(iter(shards_of(optimizer).placement.state.values()))["exp_avg"])
-        gc.disable()
-        try:
-            del optimizer
-            return moment() is None
-        finally:
-            gc.enable()
-
-    assert run_ranks(1, freed) == [True]
+@on_ranks(1)
+def test_an_optimizer_that_is_no_longer_used_is_freed_at_once(rank):
+    _model, optimizer = begun(rank, steps=1)
+    moment = weakref.ref(next(iter(shards_of(optimizer).placement.state.values()))["exp_avg"])
+    gc.disable()
+    try:
+        del optimizer
+        assert moment() is None
+    finally:
+        gc.enable()

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.errors import PeerError, ShardingError
 from lockstep.sharding import full_state_dict
-from sharded_runs import adamw, equal, made, replicated, values
+from sharded_runs import begun, equal, failing_sgd, results, values
 from threaded import run_ranks
 
 pytestmark = pytest.mark.usefixtures("sim")
@@ -24,8 +24,7 @@ def backward(rank, model, step):
 
 
 def steps(rank, sharded, count=4):
-    model = replicated(rank)
-    optimizer = made(adamw, model, sharded)
+    model, optimizer = begun(rank, sharded=sharded)
     for step in range(count):
         optimizer.zero_grad()
         backward(rank, model, step)
@@ -39,8 +38,7 @@ def test_weights_have_the_bits_of_the_whole_optimizer():
 
 def waits(rank, sim):
     """The lines that show a wait for the device, in the third step."""
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
+    model, optimizer = begun(rank)
     for step in range(3):
         optimizer.zero_grad()
         backward(rank, model, step)
@@ -48,9 +46,9 @@ def waits(rank, sim):
         if rank.rank == 0:
             sim.reset_stream_log()
         rank.gather(torch.zeros(1))
-        begun = len(sim.stream_log())
+        before = len(sim.stream_log())
         optimizer.step()
-        log = sim.stream_log()[begun:]
+        log = sim.stream_log()[before:]
         rank.gather(torch.zeros(1))
     return [line for line in log if line.action.startswith("sync") and line.device == str(rank.device)]
 
@@ -60,23 +58,11 @@ def test_the_host_waits_for_no_kernel_of_the_step_or_of_backward(sim):
         assert [line.action for line in lines] == ["sync event"]  # of what the step before has read
 
 
-class FailingSGD(torch.optim.SGD):
-    """Fails after it has changed some weights."""
-
-    fails: type[Exception] | None = None
-
-    def step(self, closure=None):
-        super().step(closure)
-        if self.fails:
-            raise self.fails("on purpose")
-
-
 def failing(rank):
-    model = replicated(rank)
-    optimizer = made(functools.partial(FailingSGD, lr=0.1, momentum=0.9), model, True, "element")
+    model, optimizer = begun(rank, failing_sgd, granularity="element")
     backward(rank, model, 0)
     optimizer.step()
-    before, state = values(model), full_state_dict(optimizer, all_ranks=True)
+    before, state = results(model, optimizer)
     optimizer.fails = ValueError if rank.rank == 1 else None
     expected = (ValueError, "on purpose") if optimizer.fails else (PeerError, r"failed on rank 1 .*on purpose")
     with pytest.raises(expected[0], match=expected[1]):
@@ -94,8 +80,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_all():
 
 def differing(rank, again):
     """A gradient that one rank changes after backward, in the third step, and in the fourth as well if `again`."""
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
+    model, optimizer = begun(rank)
     state = full_state_dict(optimizer, all_ranks=True)
     for step in range(4):
         optimizer.zero_grad()

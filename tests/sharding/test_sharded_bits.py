@@ -19,7 +19,20 @@ from lockstep.sharding import ShardedOptimizer, full_state_dict, shard_optimizer
 from lockstep.sharding.optimizer import shards_of
 from processes import run_processes
 from programs.ranks import on_ranks
-from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
+from sharded_runs import (
+    adamw,
+    backward,
+    begun,
+    equal,
+    made,
+    network,
+    replicated,
+    results,
+    same_without_sharding,
+    train,
+    values,
+    without_sharding_too,
+)
 from threaded import count_collectives, run_ranks
 
 OPTIMIZERS = {
@@ -43,11 +56,12 @@ OPTIMIZERS = {
 WHOLE = {"Adafactor", "Muon"}
 
 
-def trained(rank, make, sharded, steps=range(4)):
-    model = replicated(rank)
-    optimizer = made(make, model, sharded)
-    train(rank, model, optimizer, steps)
-    return values(model), full_state_dict(optimizer, all_ranks=True)
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def trained(rank, sharded, make, steps=4):
+    return results(*begun(rank, make, sharded=sharded, steps=steps))
 
 
 IN_SHARED_MEMORY = ("AdamW", "SGD, momentum", "Adafactor", "Muon")
@@ -57,9 +71,7 @@ IN_SHARED_MEMORY = ("AdamW", "SGD, momentum", "Adafactor", "Muon")
     ("name", "hosts"), [*((name, "") for name in OPTIMIZERS), *((name, "aaa") for name in IN_SHARED_MEMORY)]
 )
 def test_weights_and_state_have_the_bits_of_the_plain_optimizer(name, hosts):
-    plain = run_ranks(3, trained, OPTIMIZERS[name], False, hosts=hosts)
-    sharded = run_ranks(3, trained, OPTIMIZERS[name], True, hosts=hosts)
-    assert equal(plain, sharded)
+    same_without_sharding(3, trained, OPTIMIZERS[name], hosts=hosts)
 
 
 @pytest.mark.parametrize(
@@ -67,45 +79,38 @@ def test_weights_and_state_have_the_bits_of_the_plain_optimizer(name, hosts):
 )
 def test_weights_and_state_that_are_gathered_in_several_chunks(world, hosts, nbytes, monkeypatch):
     """The weights of a rank are 24 KB; chunks end within a parameter, within an element of the first, and behind it."""
-    plain = run_ranks(world, trained, adamw, False, hosts=hosts)
     monkeypatch.setattr(streams, "CHUNK_BYTES", nbytes)
-    assert equal(plain, run_ranks(world, trained, adamw, True, hosts=hosts))
+    same_without_sharding(world, trained, adamw, hosts=hosts)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_matrices_are_cut_unless_the_optimizer_needs_them_whole(name):
-    def pieces(rank):
-        optimizer = made(OPTIMIZERS[name], replicated(rank), True)
-        shards = shards_of(optimizer).placement
-        return [each.is_whole for each in shards.placed if each.parameter.dim() == 2], shards.by_rank
-
-    for whole, by_rank in run_ranks(2, pieces):
-        assert all(whole) if name in WHOLE else not any(whole)
-        numels = [sum(piece.stop - piece.start for piece in pieces) for pieces in by_rank]
-        if name not in WHOLE:
-            assert max(numels) - min(numels) < 2 * 128
+@on_ranks(2)
+def test_matrices_are_cut_unless_the_optimizer_needs_them_whole(rank, name):
+    _, optimizer = begun(rank, OPTIMIZERS[name])
+    shards = shards_of(optimizer).placement
+    assert {each.is_whole for each in shards.placed if each.parameter.dim() == 2} == {name in WHOLE}
+    numels = [sum(piece.stop - piece.start for piece in pieces) for pieces in shards.by_rank]
+    assert name in WHOLE or max(numels) - min(numels) < 2 * 128
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_it_takes_an_instance_that_has_trained_and_keeps_what_refers_to_it(world):
-    def continued(rank, sharded):
-        model = replicated(rank)
-        optimizer = adamw(model.parameters())
-        scheduler = StepLR(optimizer, 2, gamma=0.5)
-        train(rank, model, optimizer, range(2))
+@without_sharding_too(None, "world")
+def test_it_takes_an_instance_that_has_trained_and_keeps_what_refers_to_it(rank, sharded):
+    model = replicated(rank)
+    optimizer = adamw(model.parameters())
+    scheduler = StepLR(optimizer, 2, gamma=0.5)
+    train(rank, model, optimizer, range(2))
+    scheduler.step()
+    if sharded:
+        assert shard_optimizer(optimizer) is optimizer
+    later = StepLR(optimizer, 3, gamma=0.5)
+    for step in range(2, 6):
+        train(rank, model, optimizer, range(step, step + 1))
         scheduler.step()
-        if sharded:
-            assert shard_optimizer(optimizer) is optimizer
-        later = StepLR(optimizer, 3, gamma=0.5)
-        for step in range(2, 6):
-            train(rank, model, optimizer, range(step, step + 1))
-            scheduler.step()
-            later.step()
-        assert type(optimizer) is torch.optim.AdamW
-        assert isinstance(optimizer, ShardedOptimizer) == sharded
-        return values(model), full_state_dict(optimizer, all_ranks=True)
-
-    assert equal(run_ranks(world, continued, False), run_ranks(world, continued, True))
+        later.step()
+    assert type(optimizer) is torch.optim.AdamW
+    assert isinstance(optimizer, ShardedOptimizer) == sharded
+    return results(model, optimizer)
 
 
 def compiled_steps(rank, sharded):
@@ -116,8 +121,7 @@ def compiled_steps(rank, sharded):
         graphs.append(len(graph.graph.nodes))
         return graph
 
-    model = replicated(rank)
-    optimizer = made(lambda p: adamw(p, foreach=True), model, sharded)
+    model, optimizer = begun(rank, lambda p: adamw(p, foreach=True), sharded=sharded)
     step = torch.compile(optimizer.step, backend=backend)
     for number in range(4):
         optimizer.zero_grad()
@@ -135,17 +139,15 @@ def test_a_compiled_step_compiles_what_a_rank_does_of_it(world):
     assert all(has_compiled for *_, has_compiled in sharded)
 
 
-def test_a_moving_average_beside_it_under_ddp():
-    def averaged(rank, sharded):
-        model = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
-        optimizer = made(adamw, model, sharded)
-        averages = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        for step in range(3):
-            train(rank, model, optimizer, range(step, step + 1))
-            averages.update_parameters(model.module)
-        return values(averages)
-
-    assert equal(run_ranks(2, averaged, False, hosts="aa"), run_ranks(2, averaged, True, hosts="aa"))
+@without_sharding_too(2, hosts="aa")
+def test_a_moving_average_beside_it_under_ddp(rank, sharded):
+    model = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
+    optimizer = made(adamw, model, sharded)
+    averages = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(3):
+        train(rank, model, optimizer, range(step, step + 1))
+        averages.update_parameters(model.module)
+    return values(averages)
 
 
 class AveragedAdamW(torch.optim.AdamW):
@@ -166,8 +168,7 @@ class AveragedAdamW(torch.optim.AdamW):
 
 @on_ranks(2)
 def test_a_moving_average_in_the_state_is_sharded_with_it(rank):
-    model = replicated(rank)
-    optimizer = made(AveragedAdamW, model, True, "element")
+    model, optimizer = begun(rank, AveragedAdamW, granularity="element")
     averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(3):
         train(rank, model, optimizer, range(step, step + 1))
@@ -179,62 +180,56 @@ def test_a_moving_average_in_the_state_is_sharded_with_it(rank):
     assert abs(held - sum(each.numel() for each in expected) / 2) <= 128
 
 
-def test_groups_that_are_added_layers_that_are_frozen_and_unfrozen():
-    def changing(rank, sharded):
-        model = replicated(rank)
-        model[4].requires_grad_(False)
-        groups = [{"params": list(model[0].parameters()) + list(model[4].parameters()), "lr": 0.02}]
-        optimizer = made(lambda _: adamw(groups), model, sharded)
-        train(rank, model, optimizer, range(2))
-        optimizer.add_param_group({"params": list(model[2].parameters()), "weight_decay": 0.3})
-        train(rank, model, optimizer, range(2, 4))
-        model[4].requires_grad_(True)
-        model[0].requires_grad_(False)
-        train(rank, model, optimizer, range(4, 6))
-        model[0].requires_grad_(True)
-        optimizer.param_groups[0]["lr"] = 0.001
-        train(rank, model, optimizer, range(6, 8))
-        return values(model), full_state_dict(optimizer, all_ranks=True)
-
-    assert equal(run_ranks(2, changing, False), run_ranks(2, changing, True))
+@without_sharding_too(2)
+def test_groups_that_are_added_layers_that_are_frozen_and_unfrozen(rank, sharded):
+    model = replicated(rank)
+    model[4].requires_grad_(False)
+    groups = [{"params": list(model[0].parameters()) + list(model[4].parameters()), "lr": 0.02}]
+    optimizer = made(lambda _: adamw(groups), model, sharded)
+    train(rank, model, optimizer, range(2))
+    optimizer.add_param_group({"params": list(model[2].parameters()), "weight_decay": 0.3})
+    train(rank, model, optimizer, range(2, 4))
+    model[4].requires_grad_(True)
+    model[0].requires_grad_(False)
+    train(rank, model, optimizer, range(4, 6))
+    model[0].requires_grad_(True)
+    optimizer.param_groups[0]["lr"] = 0.001
+    train(rank, model, optimizer, range(6, 8))
+    return results(model, optimizer)
 
 
-def test_accumulation_clipping_hooks_and_a_closure():
-    def trained_otherwise(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), model, sharded)
-        seen = []
-        optimizer.register_step_pre_hook(lambda given, args, kwargs: seen.append(given is optimizer))
-        optimizer.register_step_post_hook(lambda given, args, kwargs: seen.append(len(given.param_groups[0]["params"])))
-        norms = []
-        for step in range(3):
-            optimizer.zero_grad()
-            for micro in range(3):
-                with lockstep.accumulate(model, last=micro == 2):
-                    backward(rank, model, 10 * step + micro)
-            clip = optimizer.clip_grad_norm_ if sharded else lambda n: nn.utils.clip_grad_norm_(model.parameters(), n)
-            norms.append(clip(0.01))
-            optimizer.step()
+@without_sharding_too(2)
+def test_accumulation_clipping_hooks_and_a_closure(rank, sharded):
+    model, optimizer = begun(rank, momentum, sharded=sharded)
+    seen = []
+    optimizer.register_step_pre_hook(lambda given, args, kwargs: seen.append(given is optimizer))
+    optimizer.register_step_post_hook(lambda given, args, kwargs: seen.append(len(given.param_groups[0]["params"])))
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(3):
+            with lockstep.accumulate(model, last=micro == 2):
+                backward(rank, model, 10 * step + micro)
+        clip = optimizer.clip_grad_norm_ if sharded else lambda n: nn.utils.clip_grad_norm_(model.parameters(), n)
+        norms.append(clip(0.01))
+        optimizer.step()
 
-        def closure():
-            optimizer.zero_grad()
-            loss = model(torch.ones(4, 37)).square().mean()
-            loss.backward()
-            return loss
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 37)).square().mean()
+        loss.backward()
+        return loss
 
-        return values(model), norms, optimizer.step(closure).detach(), seen
-
-    plain, sharded = (run_ranks(2, trained_otherwise, each) for each in (False, True))
-    assert equal(plain, sharded)
-    assert plain[0][-1] == [True, 6] * 4
+    last = optimizer.step(closure).detach()
+    assert seen == [True, 6] * 4
+    return values(model), norms, last
 
 
 def test_whatever_reads_whole_gradients_works_as_without_sharding():
     """PyTorch's norms and clipping, a hook on a parameter, and a second optimizer over the same parameters."""
 
     def trained_by_two(rank, sharded):
-        model = replicated(rank)
-        first = made(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), model, sharded)
+        model, first = begun(rank, momentum, sharded=sharded)
         second = adamw(model.parameters())
         seen = []
         model[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
@@ -247,66 +242,58 @@ def test_whatever_reads_whole_gradients_works_as_without_sharding():
             second.step()
         return values(model), seen
 
-    plain, sharded = (run_ranks(2, trained_by_two, each) for each in (False, True))
-    assert equal(plain, sharded)
-    assert equal(sharded[0], sharded[1])
-    assert len(sharded[0][1]) == 6
-    assert not equal(
-        sharded[0][0], run_ranks(2, trained, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), True, range(3))[0][0]
-    )
+    first, second = same_without_sharding(2, trained_by_two)
+    assert equal(first, second)
+    assert len(first[1]) == 6
+    assert not equal(first[0], run_ranks(2, trained, True, momentum, 3)[0][0])
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_infinite_gradient_on_one_rank_skips_the_step_of_all(fused):
-    def scaled(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(lambda p: adamw(p, fused=fused), model, sharded)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            bad = float("inf") if step == 1 and rank.rank == 1 else 1.0
-            scaler.scale(model(torch.randn(4, 37, generator=rank.generator(step))).mean() * bad).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return values(model), full_state_dict(optimizer, all_ranks=True), scaler.get_scale()
-
-    plain, sharded = (run_ranks(2, scaled, each) for each in (False, True))
-    assert equal(plain, sharded)
-    assert plain[0][2] == 4.0
+@without_sharding_too(2)
+def test_an_infinite_gradient_on_one_rank_skips_the_step_of_all(rank, sharded, fused):
+    model, optimizer = begun(rank, lambda p: adamw(p, fused=fused), sharded=sharded)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        bad = float("inf") if step == 1 and rank.rank == 1 else 1.0
+        scaler.scale(model(torch.randn(4, 37, generator=rank.generator(step))).mean() * bad).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+    return results(model, optimizer)
 
 
-def test_several_modules_unused_parameters_other_layouts_and_dtypes():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 16, 3).to(memory_format=torch.channels_last)
-            self.low = nn.Linear(16, 33).to(torch.bfloat16)
-            self.unused = nn.Linear(5, 5)
-            self.scale = nn.Parameter(torch.tensor(1.5))
-            self.empty = nn.Parameter(torch.empty(0, 3))
+class ManyKinds(nn.Module):
+    """Parameters of other layouts, dtypes and shapes, and a layer that is not used."""
 
-        def forward(self, x):
-            hidden = checkpoint(self.conv, x, use_reentrant=False).mean((2, 3))
-            return self.low(hidden.to(torch.bfloat16)) * self.scale
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3).to(memory_format=torch.channels_last)
+        self.low = nn.Linear(16, 33).to(torch.bfloat16)
+        self.unused = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
 
-    def both(rank, sharded):
-        one, two = replicated(rank, Net), replicated(rank, lambda: nn.Linear(33, 3))
-        optimizer = made(lambda _: adamw([*one.parameters(), *two.parameters()]), one, sharded)
-        for step in range(3):
-            optimizer.zero_grad()
-            images = torch.randn(2, 3, 8, 8, generator=rank.generator(step)).to(memory_format=torch.channels_last)
-            two(one(images).float()).square().mean().backward()
-            optimizer.step()
-        return values(one), values(two), full_state_dict(optimizer, all_ranks=True)
+    def forward(self, x):
+        hidden = checkpoint(self.conv, x, use_reentrant=False).mean((2, 3))
+        return self.low(hidden.to(torch.bfloat16)) * self.scale
 
-    plain, sharded = (run_ranks(2, both, each) for each in (False, True))
-    assert equal(plain, sharded)
+
+@without_sharding_too(2)
+def test_several_modules_unused_parameters_other_layouts_and_dtypes(rank, sharded):
+    one, two = replicated(rank, ManyKinds), replicated(rank, lambda: nn.Linear(33, 3))
+    optimizer = made(lambda _: adamw([*one.parameters(), *two.parameters()]), one, sharded)
+    for step in range(3):
+        optimizer.zero_grad()
+        images = torch.randn(2, 3, 8, 8, generator=rank.generator(step)).to(memory_format=torch.channels_last)
+        two(one(images).float()).square().mean().backward()
+        optimizer.step()
+    return values(two), *results(one, optimizer)
 
 
 def test_shares_give_the_same_bits_on_one_rank_and_on_two():
     def shared(rank, sharded):
-        model = replicated(rank, shares=4, loss="sum")
-        optimizer = made(adamw, model, sharded)
+        model, optimizer = begun(rank, sharded=sharded, shares=4, loss="sum")
         numbers = torch.randn(24, 37, generator=torch.Generator().manual_seed(1))
         batches = lockstep.shares.GlobalBatches(TensorDataset(numbers), 8, 4, process_group=rank.group)
         for batch in batches:
@@ -314,7 +301,7 @@ def test_shares_give_the_same_bits_on_one_rank_and_on_two():
             for (rows,) in batch:
                 model(rows).square().sum().backward()
             optimizer.step()
-        return values(model), full_state_dict(optimizer, all_ranks=True)
+        return results(model, optimizer)
 
     expected = run_ranks(1, shared, False)[0]
     for world in (1, 2):
@@ -326,8 +313,7 @@ def test_all_chunks_in_shared_memory_are_gathered_in_one_collective(monkeypatch)
     monkeypatch.setitem(threaded._NAMES, "_gather_in_chunks", "gather_in_chunks")
 
     def counted(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
+        model, optimizer = begun(rank)
         backward(rank, model, 0)
         with count_collectives(rank) as seen:
             optimizer.step()
@@ -338,9 +324,7 @@ def test_all_chunks_in_shared_memory_are_gathered_in_one_collective(monkeypatch)
 
 @on_ranks(2)
 def test_a_step_costs_one_small_sum_and_the_weights(rank):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = begun(rank, steps=1)
     backward(rank, model, 1)
     with count_collectives(rank) as seen:
         optimizer.clip_grad_norm_(1.0)
@@ -366,18 +350,14 @@ def test_chunks_of_all_ranks_take_at_most_16_mib(longest, world, expected):
     assert streams.chunk_bytes(longest, world) == expected
 
 
-def test_the_state_is_divided_by_the_number_of_ranks():
-    def held(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(2))
-        tensors = [each for state in shards_of(optimizer).placement.state.values() for each in state.values()]
-        weights = sum(each.numel() for each in model.parameters())
-        return sum(each.nbytes for each in tensors if each.dim()) / weights
-
-    for world in (2, 4):
-        for nbytes in run_ranks(world, held):
-            assert abs(nbytes - 8 / world) < 0.02 * 8 / world
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks(None, "world")
+def test_the_state_is_divided_by_the_number_of_ranks(rank):
+    model, optimizer = begun(rank, steps=2)
+    tensors = [each for state in shards_of(optimizer).placement.state.values() for each in state.values()]
+    weights = sum(each.numel() for each in model.parameters())
+    nbytes = sum(each.nbytes for each in tensors if each.dim()) / weights
+    assert abs(nbytes - 8 / rank.world) < 0.02 * 8 / rank.world
 
 
 @on_ranks(2)

@@ -26,23 +26,22 @@ from lockstep.sharding import full_state_dict, shard_optimizer, streams
 from lockstep.sharding.optimizer import shards_of
 from processes import run_processes
 from programs.ranks import on_ranks
-from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
+from sharded_runs import (
+    adamw,
+    backward,
+    begun,
+    equal,
+    failing_sgd,
+    made,
+    network,
+    replicated,
+    results,
+    same_without_sharding,
+    train,
+    values,
+    without_sharding_too,
+)
 from threaded import run_ranks
-
-
-class FailingSGD(torch.optim.SGD):
-    """Fails after it has changed some weights."""
-
-    fails: type[BaseException] | None = None
-
-    def step(self, closure=None):
-        super().step(closure)
-        if self.fails:
-            raise self.fails("on purpose")
-
-
-def failing_sgd(parameters):
-    return FailingSGD(parameters, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("hosts", ["", "aaa"])
@@ -50,38 +49,30 @@ def failing_sgd(parameters):
 def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_before(hosts, nbytes, monkeypatch):
     monkeypatch.setattr(streams, "CHUNK_BYTES", nbytes)
 
-    def failing(rank):
-        model = replicated(rank)
-        optimizer = made(failing_sgd, model, True, "element")
-        train(rank, model, optimizer, range(2))
-        before, state = values(model), full_state_dict(optimizer, all_ranks=True)
-        optimizer.fails = ValueError if rank.rank == 1 else None
+    def failing(rank, sharded):
+        model, optimizer = begun(rank, failing_sgd, sharded=sharded, granularity="element", steps=2)
+        before, state = results(model, optimizer)
         optimizer.zero_grad()
         backward(rank, model, 2)
-        expected = (ValueError, "on purpose") if optimizer.fails else (PeerError, "failed on rank 1 .*on purpose")
-        with pytest.raises(expected[0], match=expected[1]):
-            optimizer.step()
-        assert equal(values(model), before)
-        optimizer.fails = None
-        with pytest.raises(ShardingError, match=r"step 3 of the optimizer has failed.*Load a checkpoint"):
-            optimizer.step()
-        optimizer.load_state_dict(state)
+        if sharded:
+            optimizer.fails = ValueError if rank.rank == 1 else None
+            expected = (ValueError, "on purpose") if optimizer.fails else (PeerError, "failed on rank 1 .*on purpose")
+            with pytest.raises(expected[0], match=expected[1]):
+                optimizer.step()
+            assert equal(values(model), before)
+            optimizer.fails = None
+            with pytest.raises(ShardingError, match=r"step 3 of the optimizer has failed.*Load a checkpoint"):
+                optimizer.step()
+            optimizer.load_state_dict(state)
         optimizer.step()
         return values(model)
 
-    def plain(rank):
-        model = replicated(rank)
-        train(rank, model, made(failing_sgd, model, False), range(3))
-        return values(model)
-
-    world = len(hosts) or 2
-    assert equal(run_ranks(world, failing, hosts=hosts), run_ranks(world, plain, hosts=hosts))
+    same_without_sharding(len(hosts) or 2, failing, hosts=hosts)
 
 
 @on_ranks(2)
 def test_a_step_that_is_interrupted_leaves_an_optimizer_that_says_so(rank):
-    model = replicated(rank)
-    optimizer = made(failing_sgd, model, True, "element")
+    model, optimizer = begun(rank, failing_sgd, granularity="element")
     backward(rank, model, 0)
     optimizer.fails = Interrupt
     with pytest.raises(Interrupt):
@@ -131,27 +122,23 @@ def differ_in_steps(rank, model, optimizer):
         (differ_in_steps, "differ in what they do .*: step 2 on rank 0, step 3 on rank 1"),
     ],
 )
-def test_ranks_that_differ_are_an_error_by_name_and_nothing_is_changed(change, words):
-    def differing(rank):
-        model = replicated(rank)
-        optimizer = made(lambda _: adamw(model[0].parameters()), model, True)
-        train(rank, model, optimizer, range(1))
-        before = values(model), full_state_dict(optimizer, all_ranks=True)["state"]
-        change(rank, model, optimizer)
-        with pytest.raises(AgreementError, match=words):
-            optimizer.step()
-        if change is differ_in_groups:
-            return equal(values(model), before[0])
-        return equal((values(model), full_state_dict(optimizer, all_ranks=True)["state"]), before)
-
-    assert run_ranks(2, differing) == [True, True]
+@on_ranks(2)
+def test_ranks_that_differ_are_an_error_by_name_and_nothing_is_changed(rank, change, words):
+    model = replicated(rank)
+    optimizer = shard_optimizer(adamw(model[0].parameters()))
+    train(rank, model, optimizer, range(1))
+    before, state = results(model, optimizer)
+    change(rank, model, optimizer)
+    with pytest.raises(AgreementError, match=words):
+        optimizer.step()
+    assert equal(values(model), before)
+    assert change is differ_in_groups or equal(full_state_dict(optimizer, all_ranks=True)["state"], state["state"])
 
 
 @pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
 @on_ranks(2)
 def test_gradients_of_one_rank_alone_are_an_error(rank):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
+    model, optimizer = begun(rank)
     with lockstep.accumulate(model, last=False):
         backward(rank, model, 0)
     with pytest.raises(ShardingError, match="gradients are those of one rank alone"):
@@ -180,8 +167,7 @@ def test_gradients_of_one_rank_alone_are_an_error_also_of_modules_that_were_repl
 @pytest.mark.filterwarnings("ignore:.*uses the gradient of parameter")  # before the error
 @on_ranks(2)
 def test_only_one_rank_has_local_gradients_and_all_raise(rank):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
+    model, optimizer = begun(rank)
     backward(rank, model, 0)
     if rank.rank:
         model.set_requires_gradient_sync(False)
@@ -280,8 +266,7 @@ def test_an_error_while_weights_are_gathered_in_shared_memory_is_one_on_every_ra
     monkeypatch.setattr(streams, "CHUNK_BYTES", 1024)
 
     def failing(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
+        model, optimizer = begun(rank)
         backward(rank, model, 0)
         if rank.rank:
             shards_of(optimizer)._moves[0].copy_out = fail
@@ -314,8 +299,7 @@ def test_an_optimizer_that_one_rank_alone_cannot_shard_is_an_error_on_all(rank):
 
 @on_ranks(2)
 def test_uses_that_make_no_sense_are_refused(rank):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
+    model, optimizer = begun(rank)
     with pytest.raises(AlreadyManagedError, match="has been sharded already"):
         shard_optimizer(optimizer)
     with pytest.raises(AlreadyManagedError, match=r"parameter 0\.weight has a sharded optimizer already"):
@@ -349,17 +333,13 @@ def test_sparse_gradients_and_parameters_that_are_retyped_are_refused(rank):
         optimizer.step()
 
 
-def test_parameters_whose_memory_has_moved_are_stepped_where_they_are():
-    def moved(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(adamw, model, sharded)
-        train(rank, model, optimizer, range(2))
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-        train(rank, model, optimizer, range(2, 4))
-        return values(model), full_state_dict(optimizer, all_ranks=True)
-
-    assert equal(run_ranks(2, moved, False), run_ranks(2, moved, True))
+@without_sharding_too(2)
+def test_parameters_whose_memory_has_moved_are_stepped_where_they_are(rank, sharded):
+    model, optimizer = begun(rank, sharded=sharded, steps=2)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    train(rank, model, optimizer, range(2, 4))
+    return results(model, optimizer)
 
 
 def transposed(data):
@@ -375,8 +355,7 @@ def with_gaps(data):
 )
 @on_ranks(2)
 def test_parameters_whose_slices_of_state_no_longer_fit_are_refused(rank, change, words):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
+    model, optimizer = begun(rank)
     model[2].weight.data = transposed(model[2].weight.data)  # it has no state yet
     train(rank, model, optimizer, range(1))
     model[0].weight.data = change(model[0].weight.data)
@@ -387,26 +366,22 @@ def test_parameters_whose_slices_of_state_no_longer_fit_are_refused(rank, change
 
 
 @pytest.mark.parametrize("make", [adamw, torch.optim.Adafactor])
-def test_another_memory_format_before_state_is_loaded_or_after_it_is_saved(make):
-    def changing(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(make, model, sharded)
-        train(rank, model, optimizer, range(2))
-        model[2].weight.data = transposed(model[2].weight.data)
-        state = full_state_dict(optimizer, all_ranks=True)
-        slices = optimizer.state_dict()
-        del optimizer
-        model[0].weight.data = transposed(model[0].weight.data)
-        optimizer = made(make, model, sharded)
-        model[2].weight.data = model[2].weight.data.contiguous()
-        if sharded and make is adamw and rank.rank == 0:
-            with pytest.raises(LayoutError, match="slice of another memory format"):
-                optimizer.load_state_dict(slices)
-        optimizer.load_state_dict(state)
-        train(rank, model, optimizer, range(2, 4))
-        return values(model), full_state_dict(optimizer, all_ranks=True)["state"]
-
-    assert equal(run_ranks(2, changing, False), run_ranks(2, changing, True))
+@without_sharding_too(2)
+def test_another_memory_format_before_state_is_loaded_or_after_it_is_saved(rank, sharded, make):
+    model, optimizer = begun(rank, make, sharded=sharded, steps=2)
+    model[2].weight.data = transposed(model[2].weight.data)
+    state = full_state_dict(optimizer, all_ranks=True)
+    slices = optimizer.state_dict()
+    del optimizer
+    model[0].weight.data = transposed(model[0].weight.data)
+    optimizer = made(make, model, sharded)
+    model[2].weight.data = model[2].weight.data.contiguous()
+    if sharded and make is adamw and rank.rank == 0:
+        with pytest.raises(LayoutError, match="slice of another memory format"):
+            optimizer.load_state_dict(slices)
+    optimizer.load_state_dict(state)
+    train(rank, model, optimizer, range(2, 4))
+    return values(model), full_state_dict(optimizer, all_ranks=True)["state"]
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ from lockstep.sharding import StateSlice, full_state_dict, shard_optimizer
 from lockstep.sharding.partition import blocks_of
 from processes import on_processes, run_processes
 from programs.ranks import on_ranks
-from sharded_runs import adamw, equal, made, network, replicated, train, values
+from sharded_runs import adamw, begun, equal, made, network, replicated, results, train, values, without_sharding_too
 from threaded import run_ranks
 
 MAKE = {
@@ -33,8 +33,7 @@ MAKE = {
 
 def continued(rank, name, sharded, start):
     """Three steps, from there on or from the beginning."""
-    model = replicated(rank)
-    optimizer = made(MAKE[name], model, sharded)
+    model, optimizer = begun(rank, MAKE[name], sharded=sharded)
     if start is not None:
         weights, state = copy.deepcopy(start)
         model.load_state_dict(weights)
@@ -53,9 +52,7 @@ def test_a_full_state_dict_loads_into_plain_and_sharded_optimizers_on_any_number
 
 def test_it_is_on_rank_0_unless_it_is_asked_for_and_can_be_saved():
     def on_ranks(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(1))
+        _, optimizer = begun(rank, steps=1)
         return full_state_dict(optimizer), full_state_dict(optimizer, all_ranks=True)
 
     (first, whole), (other, same) = run_ranks(2, on_ranks)
@@ -68,28 +65,22 @@ def test_it_is_on_rank_0_unless_it_is_asked_for_and_can_be_saved():
     assert equal(torch.load(file, weights_only=True), first)
 
 
-def test_hooks_of_state_dicts_run():
-    def hooked(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(adamw, model, sharded)
-        train(rank, model, optimizer, range(1))
-        seen = []
-        optimizer.register_state_dict_pre_hook(lambda given: seen.append("before state_dict"))
-        optimizer.register_state_dict_post_hook(lambda given, state: {**state, "more": len(state["state"])})
-        optimizer.register_load_state_dict_pre_hook(lambda given, state: seen.append(state.pop("more")))
-        optimizer.register_load_state_dict_post_hook(lambda given: seen.append("loaded"))
-        state = full_state_dict(optimizer, all_ranks=True)
-        optimizer.load_state_dict(state)
-        return seen, state["more"], full_state_dict(optimizer, all_ranks=True)
-
-    assert equal(run_ranks(2, hooked, False), run_ranks(2, hooked, True))
+@without_sharding_too(2)
+def test_hooks_of_state_dicts_run(rank, sharded):
+    _, optimizer = begun(rank, sharded=sharded, steps=1)
+    seen = []
+    optimizer.register_state_dict_pre_hook(lambda given: seen.append("before state_dict"))
+    optimizer.register_state_dict_post_hook(lambda given, state: {**state, "more": len(state["state"])})
+    optimizer.register_load_state_dict_pre_hook(lambda given, state: seen.append(state.pop("more")))
+    optimizer.register_load_state_dict_post_hook(lambda given: seen.append("loaded"))
+    state = full_state_dict(optimizer, all_ranks=True)
+    optimizer.load_state_dict(state)
+    return seen, state["more"], full_state_dict(optimizer, all_ranks=True)
 
 
 def test_a_slice_can_be_copied_and_says_what_to_do_when_it_is_read():
     def slices(rank):
-        model = replicated(rank)
-        optimizer = made(adamw, model, True)
-        train(rank, model, optimizer, range(1))
+        model, optimizer = begun(rank, steps=1)
         moment = optimizer.state_dict()["state"][2 * rank.rank]["exp_avg"]
         assert isinstance(moment, StateSlice)
         assert moment.shape == model[2 * rank.rank].weight.shape
@@ -116,22 +107,17 @@ def test_a_slice_can_be_copied_and_says_what_to_do_when_it_is_read():
     run_ranks(3, elsewhere)
 
 
-def test_the_fingerprint_is_that_of_the_plain_optimizer():
-    def printed(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(adamw, model, sharded)
-        before = lockstep.shares.fingerprint(model, optimizer)
-        train(rank, model, optimizer, range(2))
-        return before, lockstep.shares.fingerprint(model, optimizer)
-
-    assert run_ranks(2, printed, True) == run_ranks(2, printed, False)
+@without_sharding_too(2)
+def test_the_fingerprint_is_that_of_the_plain_optimizer(rank, sharded):
+    model, optimizer = begun(rank, sharded=sharded)
+    before = lockstep.shares.fingerprint(model, optimizer)
+    train(rank, model, optimizer, range(2))
+    return before, lockstep.shares.fingerprint(model, optimizer)
 
 
 @on_ranks(2)
 def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew(rank):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = begun(rank, steps=2)
     weight = next(iter(optimizer.state))
     for change in (
         lambda: optimizer.state.clear(),
@@ -151,9 +137,7 @@ def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew(rank):
 
 @on_ranks(2)
 def test_a_parameter_that_was_taken_out_of_its_group_has_no_state(rank):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = begun(rank, steps=1)
     optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
     train(rank, model, optimizer, range(1, 2))
     optimizer.load_state_dict(optimizer.state_dict())
@@ -162,33 +146,27 @@ def test_a_parameter_that_was_taken_out_of_its_group_has_no_state(rank):
 
 @on_ranks(2)
 def test_a_sharded_state_dict_loads_into_the_same_number_of_ranks(rank):
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = begun(rank, steps=2)
     kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     train(rank, model, optimizer, range(2, 4))
-    after = values(model), full_state_dict(optimizer, all_ranks=True)
+    after = results(model, optimizer)
     model.load_state_dict(weights)
     optimizer.load_state_dict(kept)
     train(rank, model, optimizer, range(2, 4))
-    assert equal(after, (values(model), full_state_dict(optimizer, all_ranks=True)))
+    assert equal(after, results(model, optimizer))
 
 
 # --------------------------------------------------------------------- torch.distributed.checkpoint
 
 
 def dcp_save(rank, folder, name):
-    model = replicated(rank)
-    optimizer = made(MAKE[name], model, True)
-    train(rank, model, optimizer, range(3))
+    model, optimizer = begun(rank, MAKE[name], steps=3)
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
     return full_state_dict(optimizer, all_ranks=True)
 
 
 def dcp_load(rank, folder, name, sharded):
-    model = replicated(rank)
-    optimizer = made(MAKE[name], model, sharded)
-    train(rank, model, optimizer, range(1))
+    model, optimizer = begun(rank, MAKE[name], sharded=sharded, steps=1)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
@@ -215,9 +193,7 @@ def test_distributed_checkpoints_are_saved_and_loaded_on_any_number_of_ranks(nam
 @on_processes(2)
 def test_distributed_checkpoints_by_names(rank, tmp_path):
     """As PyTorch's guide does it: names instead of numbers, and state that is made when it is asked for."""
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = begun(rank, steps=2)
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
     expected = full_state_dict(optimizer, all_ranks=True)
     fresh = replicated(rank, network)
@@ -246,16 +222,13 @@ def test_blocks_are_the_elements_of_a_range_in_order(shape):
 
 
 def saving(rank, folder, sharded):
-    model = replicated(rank)
-    optimizer = made(adamw, model, sharded)
-    train(rank, model, optimizer, range(2))
+    model, optimizer = begun(rank, sharded=sharded, steps=2)
     lockstep.save(folder, model=model, optimizer=optimizer, group=rank.group)
     return full_state_dict(optimizer, all_ranks=True)
 
 
 def resuming(rank, folder, sharded, trains_before):
-    model = replicated(rank)
-    optimizer = made(adamw, model, sharded)
+    model, optimizer = begun(rank, sharded=sharded)
     if trains_before:
         train(rank, model, optimizer, range(1))
     assert lockstep.resume(folder, model=model, optimizer=optimizer, group=rank.group) is not None
@@ -277,9 +250,7 @@ def test_a_run_is_resumed_on_another_number_of_ranks_with_or_without_sharding(sa
 @on_ranks(2)
 def test_a_resume_that_fails_gives_back_the_slices(rank, tmp_path):
     saving(rank, tmp_path, True)
-    model = replicated(rank)
-    optimizer = made(adamw, model, True)
-    train(rank, model, optimizer, range(3))
+    _, optimizer = begun(rank, steps=3)
     before = full_state_dict(optimizer, all_ranks=True)
     other = nn.Linear(2, 3)
     with pytest.raises(lockstep.errors.CheckpointError):
@@ -287,60 +258,52 @@ def test_a_resume_that_fails_gives_back_the_slices(rank, tmp_path):
     assert equal(before, full_state_dict(optimizer, all_ranks=True))
 
 
-def test_state_of_a_frozen_layer_is_kept_when_it_is_sharded_or_loaded():
-    def freezing(rank, sharded):
-        model = replicated(rank)
-        optimizer = adamw(model.parameters())
-        train(rank, model, optimizer, range(2))
-        model[2].requires_grad_(False)
-        optimizer = shard_optimizer(optimizer) if sharded else optimizer
-        train(rank, model, optimizer, range(2, 4))
-        state = full_state_dict(optimizer, all_ranks=True)
-        del optimizer
-        optimizer = made(adamw, model, sharded)
-        optimizer.load_state_dict(state)
-        model[2].requires_grad_(True)
-        train(rank, model, optimizer, range(4, 6))
-        return values(model), sorted(full_state_dict(optimizer, all_ranks=True)["state"].items())
-
-    assert equal(run_ranks(2, freezing, False), run_ranks(2, freezing, True))
+@without_sharding_too(2)
+def test_state_of_a_frozen_layer_is_kept_when_it_is_sharded_or_loaded(rank, sharded):
+    model = replicated(rank)
+    optimizer = adamw(model.parameters())
+    train(rank, model, optimizer, range(2))
+    model[2].requires_grad_(False)
+    optimizer = shard_optimizer(optimizer) if sharded else optimizer
+    train(rank, model, optimizer, range(2, 4))
+    state = full_state_dict(optimizer, all_ranks=True)
+    del optimizer
+    optimizer = made(adamw, model, sharded)
+    optimizer.load_state_dict(state)
+    model[2].requires_grad_(True)
+    train(rank, model, optimizer, range(4, 6))
+    return values(model), sorted(full_state_dict(optimizer, all_ranks=True)["state"].items())
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_state_of_a_group_that_was_added_is_loaded_before_its_first_step(whole):
-    def adding(rank, sharded):
-        model = replicated(rank)
+@without_sharding_too(2)
+def test_state_of_a_group_that_was_added_is_loaded_before_its_first_step(rank, sharded, whole):
+    model = replicated(rank)
 
-        def built():
-            optimizer = made(lambda _: adamw(model[0].parameters()), model, sharded)
-            optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.02})
-            return optimizer
+    def built():
+        optimizer = made(lambda _: adamw(model[0].parameters()), model, sharded)
+        optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.02})
+        return optimizer
 
-        optimizer = built()
-        train(rank, model, optimizer, range(2))
-        state = full_state_dict(optimizer, all_ranks=True) if whole else copy.deepcopy(optimizer.state_dict())
-        del optimizer
-        optimizer = built()
-        optimizer.load_state_dict(state)
-        train(rank, model, optimizer, range(2, 4))
-        return values(model), full_state_dict(optimizer, all_ranks=True)
-
-    assert equal(run_ranks(2, adding, False), run_ranks(2, adding, True))
+    optimizer = built()
+    train(rank, model, optimizer, range(2))
+    state = full_state_dict(optimizer, all_ranks=True) if whole else copy.deepcopy(optimizer.state_dict())
+    del optimizer
+    optimizer = built()
+    optimizer.load_state_dict(state)
+    train(rank, model, optimizer, range(2, 4))
+    return results(model, optimizer)
 
 
-def test_state_of_another_dtype_and_place_is_cast_as_pytorch_does():
-    def cast(rank, sharded):
-        model = replicated(rank)
-        optimizer = made(adamw, model, sharded)
-        train(rank, model, optimizer, range(1))
-        state = full_state_dict(optimizer, all_ranks=True)
-        for each in state["state"].values():
-            each["exp_avg"] = each["exp_avg"].double()
-        optimizer.load_state_dict(state)
-        train(rank, model, optimizer, range(1, 2))
-        return full_state_dict(optimizer, all_ranks=True)
-
-    assert equal(run_ranks(2, cast, False), run_ranks(2, cast, True))
+@without_sharding_too(2)
+def test_state_of_another_dtype_and_place_is_cast_as_pytorch_does(rank, sharded):
+    model, optimizer = begun(rank, sharded=sharded, steps=1)
+    state = full_state_dict(optimizer, all_ranks=True)
+    for each in state["state"].values():
+        each["exp_avg"] = each["exp_avg"].double()
+    optimizer.load_state_dict(state)
+    train(rank, model, optimizer, range(1, 2))
+    return full_state_dict(optimizer, all_ranks=True)
 
 
 def test_an_unsharded_optimizer_gives_its_own_state_dict():
