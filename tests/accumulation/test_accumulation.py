@@ -13,8 +13,8 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed.replication.replication import find_replication
-from programs.ranks import on_ranks, replicated
-from small_modules import one_weight, x_of
+from programs.ranks import on_ranks, replicated, rows, same_gradients, scalars
+from small_modules import chain, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 
@@ -22,14 +22,12 @@ def network():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def rows(step, rank, n=3):
-    generator = torch.Generator("cpu").manual_seed(100 * step + rank)
-    return torch.randn(n, 3, dtype=torch.float64, generator=generator, device="cpu").to(torch.get_default_device())
-
-
 def grad(module):
-    weight = next(module.parameters())
-    return None if weight.grad is None else weight.grad.item()
+    return scalars(module)[0]
+
+
+def two_layers(rank, **options):
+    return replicated(rank, lambda: nn.ModuleList(chain()), **options)
 
 
 def attach(rank, kind, module):
@@ -77,7 +75,7 @@ def test_only_the_last_backward_synchronises(rank, kind):
 
 @on_ranks(2)
 def test_where_backward_runs_counts_and_not_where_forward_ran(rank):
-    module = attach(rank, "module", one_weight())
+    module = replicated(rank)
     with module.no_sync():
         loss = module(x_of(rank)).sum()
     with count_collectives(rank) as seen:
@@ -131,9 +129,7 @@ def test_micro_batches_are_as_one_batch(rank, zero, cap):
             with lockstep.accumulate(module, last=part == micro_batches - 1):
                 module(rows(draw, rank.rank)).square().mean().backward()
             reference(torch.cat([rows(draw, r) for r in range(rank.world)])).square().mean().backward()
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
-            assert rank.all_equal(p.grad)
+        same_gradients(rank, module, reference, atol=1e-14)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -152,15 +148,13 @@ def test_several_forwards_before_one_backward(rank):
         sum(parts).backward()
         whole = [torch.cat([rows(10 * step + i, r) for r in range(rank.world)]) for i in range(3)]
         sum(reference(x).square().mean() for x in whole).backward()
-    pairs = [(p.grad, q.grad) for p, q in zip(module.parameters(), reference.parameters(), strict=True)]
-    for got, wanted in pairs:
-        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-14)
+    same_gradients(rank, module, reference, atol=1e-14)
 
 
 @on_ranks(2)
 def test_several_backwards_before_a_step(rank):
     """Through one graph, each synchronised or not; and each of two forwards by itself, in the other order."""
-    module = attach(rank, "module", one_weight())
+    module = replicated(rank)
     loss = module(x_of(rank)).sum()
     seen = []
     for synchronise in (True, False, True):
@@ -179,17 +173,15 @@ def test_several_backwards_before_a_step(rank):
 @on_ranks(2)
 def test_all_that_has_piled_up_is_synchronised(rank, cap):
     """A layer that the plan has no place for piles up, and the backward that synchronises does not use it."""
-    module = lockstep.replicate(
-        nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group, bucket_cap_mb=cap
-    )
+    module = two_layers(rank, bucket_cap_mb=cap)
     module[0](x_of(rank)).sum().backward()
     module.zero_grad()
     with module.no_sync():
         module[1](x_of(rank)).sum().backward()
     module[0](x_of(rank)).sum().backward()
-    first = [p.grad.item() for p in module.parameters()]
+    first = scalars(module)
     module[0](x_of(rank)).sum().backward()
-    assert (first, [p.grad.item() for p in module.parameters()]) == ([1.5, 1.5], [3.0, 1.5])
+    assert (first, scalars(module)) == ([1.5, 1.5], [3.0, 1.5])
 
 
 @pytest.mark.parametrize("cap", [None, 1e-6])
@@ -197,22 +189,20 @@ def test_all_that_has_piled_up_is_synchronised(rank, cap):
 def test_what_was_given_up_is_not_synchronised(rank, cap):
     """What has piled up in a layer that the plan has no place for is given up before the backward that
     synchronises."""
-    module = lockstep.replicate(
-        nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group, bucket_cap_mb=cap
-    )
+    module = two_layers(rank, bucket_cap_mb=cap)
     module[0](x_of(rank)).sum().backward()
     with module.no_sync():
         module[1](x_of(rank)).sum().backward()
     module.zero_grad()
     module[0](x_of(rank)).sum().backward()
-    assert [p.grad if p.grad is None else p.grad.item() for p in module.parameters()] == [1.5, None]
+    assert scalars(module) == [1.5, None]
 
 
 @pytest.mark.parametrize("placed", [True, False], ids=["in the plan", "not in it"])
 @on_ranks(2)
 def test_a_parameter_of_which_all_was_given_up_is_as_if_it_had_not_been_used(rank, placed):
     """The second layer's gradient, and how often its hook has run, after a backward that did not use it."""
-    model = lockstep.replicate(nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group)
+    model = two_layers(rank)
     called = []
     model[1].weight.register_post_accumulate_grad_hook(called.append)
 
@@ -233,15 +223,15 @@ def test_a_parameter_of_which_all_was_given_up_is_as_if_it_had_not_been_used(ran
 @on_ranks(2)
 def test_backward_for_some_of_the_parameters(rank):
     """backward(inputs=...) leaves out the other parameters, as on one device."""
-    module = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    module = replicated(rank, chain)
     module(x_of(rank)).sum().backward(inputs=[module[1].weight])
-    assert [p.grad if p.grad is None else p.grad.item() for p in module.parameters()] == [None, 1.5]
+    assert scalars(module) == [None, 1.5]
 
 
 @pytest.mark.parametrize("past_forward", [False, True])
 @on_ranks(2)
 def test_backward_may_run_in_another_thread(rank, past_forward):
-    module, seen = attach(rank, "module", one_weight()), []
+    module, seen = replicated(rank), []
     for step in range(4):  # with triggers on all parameters, then on a few
         module.zero_grad()
         loss = (step + 1) * (x_of(rank) * module.weight if past_forward else module(x_of(rank))).sum()
@@ -262,28 +252,25 @@ def test_means_over_tokens(rank, kind):
     module = attach(rank, kind, rank.make(network))
     reference = rank.make(network)
     for counts in ([(3, 1), (5, 0)], [(1, 1), (1, 1)], [(2, 7), (4, 1)]):
-        parts = [[rows(10 * r + i, r, n) for i, n in enumerate(own)] for r, own in enumerate(counts)]
+        parts = [[rows(10 * r + i, r, n, 3) for i, n in enumerate(own)] for r, own in enumerate(counts)]
         for each in (module, reference):
             each.zero_grad()
         for number, part in enumerate(parts[rank.rank]):
             with lockstep.accumulate(module, last=number == 1, weight=torch.tensor(len(part))):
                 module(part).square().sum().backward()
         reference(torch.cat([part for own in parts for part in own])).square().mean().backward()
-        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
-            assert rank.all_equal(p.grad)
+        same_gradients(rank, module, reference, atol=1e-14)
     module.zero_grad()
     module(rows(5, rank.rank)).square().mean().backward()  # without weights again
     reference.zero_grad()
     reference(torch.cat([rows(5, r) for r in range(rank.world)])).square().mean().backward()
-    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
+    same_gradients(rank, module, reference, atol=1e-14)
 
 
 @on_ranks(2)
 def test_weights_are_summed_in_double_precision(rank):
     """A weight that float32 does not hold, in a module of float32."""
-    module = attach(rank, "module", one_weight())
+    module = replicated(rank)
     weight = 2.0**24 + 1 if rank.rank == 0 else 1.0
     with lockstep.accumulate(module, weight=weight):
         (module(torch.ones(1, 1)).sum() * (2.0**24 + 2 if rank.rank == 0 else 0.0)).backward()
@@ -292,22 +279,18 @@ def test_weights_are_summed_in_double_precision(rank):
 
 @on_ranks(2)
 def test_weights_that_make_no_sense(rank):
-    module = attach(rank, "module", one_weight())
-    messages = []
-    for weights in ((-1.0,), (float("nan"),), (1.0 if rank.rank else None,)):
+    module = replicated(rank)
+    for weight, words in (
+        (-1.0, "a weight of -1.0"),
+        (float("nan"), "a weight of nan"),
+        (1.0 if rank.rank else None, "rank 0 gave no weight"),
+    ):
         module.zero_grad()
-        with pytest.raises(lockstep.errors.OptionError) as caught:
-            for weight in weights:
-                with lockstep.accumulate(module, weight=weight):
-                    module(x_of(rank)).sum().backward()
-        messages.append(str(caught.value))
+        with pytest.raises(lockstep.errors.OptionError, match=words), lockstep.accumulate(module, weight=weight):
+            module(x_of(rank)).sum().backward()
     module.zero_grad()
     module(x_of(rank)).sum().backward()  # goes on
-    (negative, no_number, missing), after = messages, grad(module)
-    assert "a weight of -1.0" in negative
-    assert "a weight of nan" in no_number
-    assert "rank 0 gave no weight" in missing
-    assert after == 1.5
+    assert grad(module) == 1.5
 
 
 # ------------------------------------------------------------------------------------------ forgotten
@@ -315,7 +298,7 @@ def test_weights_that_make_no_sense(rank):
 
 def steps_on(rank, plan, step):
     """The warnings of optimizer steps after backward passes that synchronise or not; of each rank."""
-    module = attach(rank, "module", rank.make(one_weight))
+    module = replicated(rank)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for synchronise in plan:
         optimizer.zero_grad()
@@ -407,7 +390,7 @@ def test_steps_on_reduced_gradients_are_not(plan, step):
 
 @on_ranks(2)
 def test_a_step_that_is_told_is_not_made_where_warnings_are_errors(rank):
-    module = attach(rank, "module", rank.make(one_weight))
+    module = replicated(rank)
     before = module.weight.detach().clone()
     with module.no_sync():
         module(x_of(rank)).sum().backward()
@@ -419,7 +402,7 @@ def test_a_step_that_is_told_is_not_made_where_warnings_are_errors(rank):
 @on_ranks(2)
 def test_values_that_all_ranks_load_between_micro_batches_are_not_told(rank):
     """A checkpoint is loaded between two micro-batches."""
-    module = attach(rank, "module", rank.make(network))
+    module = replicated(rank, network)
     checkpoint = {name: value + 1.0 for name, value in module.state_dict().items()}
     with lockstep.accumulate(module, last=False):
         module(rows(0, rank.rank)).square().mean().backward()

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import lockstep
+import small_modules
 from lockstep.errors import OptionError, PeerError
-from programs.ranks import on_ranks, scalars
-from small_modules import fails_in_backward
+from programs.ranks import on_ranks, replicated, scalars
+from small_modules import chain, fails_in_backward, one_weight
 
 
 class Net(nn.Module):
@@ -20,20 +21,18 @@ class Net(nn.Module):
 
     def __init__(self, count):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(1, 1, bias=False).double() for _ in range(count)])
-        for layer in self.layers:
-            nn.init.ones_(layer.weight)
+        self.layers = nn.ModuleList(chain(count)).double()
 
     def forward(self, x, used=slice(None)):
         return sum(layer(x) for layer in self.layers[used])
 
 
 def x_of(rank, value=1.0):
-    return torch.full((1, 1), value * (rank.rank + 1), dtype=torch.float64)
+    return small_modules.x_of(rank, value, torch.float64)
 
 
-def net(rank, count=2, **options):
-    return lockstep.replicate(Net(count), process_group=rank.group, **options)
+def net(rank, count=2):
+    return replicated(rank, lambda: Net(count))
 
 
 def backward(model, x, weight=None, last=True, part=False):
@@ -50,6 +49,7 @@ def to_zero(model):
     model.zero_grad(set_to_none=False)
 
 
+by_all_or_one = pytest.mark.parametrize("by", [[0, 1], [1]])
 clears = pytest.mark.parametrize("clear", [to_none, to_zero], ids=lambda each: each.__name__)
 parts = pytest.mark.parametrize("part", [False, True], ids=["module", "part"])
 
@@ -88,20 +88,18 @@ GRADIENTS_BEFORE = {
 
 @pytest.mark.parametrize("before", GRADIENTS_BEFORE)
 @pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("alone", [False, True])
+@by_all_or_one
 @parts
 @on_ranks(2)
-def test_gradients_before_the_first_block_are_an_error(rank, before, blocks, alone, part):
+def test_gradients_before_the_first_block_are_an_error(rank, before, blocks, by, part):
     message = "parameter layers.0.weight had a gradient when the first block of accumulate(weight=...)"
     model = net(rank)
     GRADIENTS_BEFORE[before](model, x_of(rank))
-    if alone and rank.rank == 0:
+    if rank.rank not in by:
         model.zero_grad()
     for _ in range(blocks - 1):
         backward(model, x_of(rank), weight=1, last=False, part=part)
-    check_refused_by(
-        [1] if alone else [0, 1], rank, model, refused(backward, model, x_of(rank), weight=1, part=part), message
-    )
+    check_refused_by(by, rank, model, refused(backward, model, x_of(rank), weight=1, part=part), message)
 
 
 @clears
@@ -133,17 +131,15 @@ CHANGED = "was written, replaced or given up since a backward pass with a weight
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("alone", [False, True])
+@by_all_or_one
 @parts
 @on_ranks(2)
-def test_gradients_that_are_changed_between_blocks_are_an_error(rank, change, alone, part):
+def test_gradients_that_are_changed_between_blocks_are_an_error(rank, change, by, part):
     model = net(rank)
     backward(model, x_of(rank), weight=10, last=False, part=part)
-    if rank.rank or not alone:
+    if rank.rank in by:
         CHANGES[change](model)
-    check_refused_by(
-        [1] if alone else [0, 1], rank, model, refused(backward, model, x_of(rank), weight=1, part=part), CHANGED
-    )
+    check_refused_by(by, rank, model, refused(backward, model, x_of(rank), weight=1, part=part), CHANGED)
 
 
 @clears
@@ -540,7 +536,7 @@ def test_a_module_that_changes_in_a_batch_that_counts_nothing_is_an_error(rank, 
     model, error = net(rank), None
     for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
         if number == 1:
-            model.layers[1] = Net(1).layers[0]
+            model.layers[1] = one_weight().double()
             if piles:
                 backward(model, x_of(rank), last=False, part=part)
         if number == 1 + piles:
@@ -563,7 +559,7 @@ def test_a_module_that_has_changed_before_the_first_block(rank, all_new, count, 
     model, seen = net(rank), []
     for _ in range(2):
         for index in (0, 1) if all_new else (1,):
-            model.layers[index] = Net(1).layers[0]
+            model.layers[index] = one_weight().double()
         for number in range(count):
             backward(model, x_of(rank), 2 * rank.rank + 1.0, number == count - 1, part)
         seen.append(scalars(model))
@@ -575,7 +571,7 @@ def test_a_module_that_has_changed_before_the_first_block(rank, all_new, count, 
 def test_a_new_parameter_with_a_gradient_is_none_to_begin_with(rank):
     message = "parameter layers.1.weight had a gradient when the first block of accumulate(weight=...)"
     model = net(rank)
-    model.layers[1] = Net(1).layers[0]
+    model.layers[1] = one_weight().double()
     model.layers[1].weight.grad = torch.ones(1, 1, dtype=torch.float64)
     error = refused(backward, model, x_of(rank), weight=1)
     check_refused_by([0, 1], rank, model, error, message)
@@ -583,27 +579,27 @@ def test_a_new_parameter_with_a_gradient_is_none_to_begin_with(rank):
 
 @parts
 @pytest.mark.parametrize("how", ["replaced", "and put back", "in the last block"])
-@pytest.mark.parametrize("alone", [False, True])
+@by_all_or_one
 @on_ranks(2)
-def test_a_module_that_changes_between_blocks_is_an_error(rank, how, alone, part):
+def test_a_module_that_changes_between_blocks_is_an_error(rank, how, by, part):
     def last(rank, model):
         with lockstep.accumulate(model, weight=1):
-            if how == "in the last block" and (rank.rank or not alone):
-                model.layers[1] = Net(1).layers[0]
+            if how == "in the last block" and rank.rank in by:
+                model.layers[1] = one_weight().double()
             (Net.forward(model, x_of(rank)) if part else model(x_of(rank))).sum().backward()
 
     message = "parameter layers.1.weight was put into the module or taken out of it within a window"
     model = net(rank)
     backward(model, x_of(rank), weight=3, last=False)
     kept = model.layers[1]
-    if how != "in the last block" and (rank.rank or not alone):
-        model.layers[1] = Net(1).layers[0]
+    if how != "in the last block" and rank.rank in by:
+        model.layers[1] = one_weight().double()
     backward(model, x_of(rank), weight=3, last=False, part=part)
     if how == "and put back":
         model.layers[1] = kept
     error = refused(last, rank, model)
     model.layers[1] = kept
-    check_refused_by([1] if alone else [0, 1], rank, model, error, message)
+    check_refused_by(by, rank, model, error, message)
 
 
 @on_ranks(2)

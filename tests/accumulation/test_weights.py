@@ -11,13 +11,16 @@ import torch
 from torch import nn
 
 import lockstep
+import small_modules
 from lockstep.errors import OptionError
-from programs.ranks import on_ranks
+from programs.networks import mlp
+from programs.ranks import on_ranks, replicated, scalars
+from small_modules import x_of
 from threaded import count_collectives, run_ranks
 
 
 def network():
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    return mlp(3, 5, 2).double()
 
 
 def batch(rows, seed=0):
@@ -44,10 +47,8 @@ def close(got, wanted):
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-15)
 
 
-def one_weight(rank, dtype=torch.float64, **options):
-    model = nn.Linear(1, 1, bias=False).to(dtype)
-    nn.init.ones_(model.weight)
-    return lockstep.replicate(model, process_group=rank.group, **options)
+def one_weight(rank, dtype=torch.float64):
+    return replicated(rank, lambda: small_modules.one_weight().to(dtype))
 
 
 def weighted(rank, model, parts):
@@ -76,8 +77,7 @@ SIZES = {  # rows of each micro-batch of each rank
 @pytest.mark.parametrize("cap", [25, 1e-5])
 def test_as_one_process_with_the_whole_batch(sizes, cap):
     def call(rank):
-        model = rank.make(network)
-        lockstep.replicate(model, process_group=rank.group, bucket_cap_mb=cap)
+        model = replicated(rank, network, bucket_cap_mb=cap)
         flat = [count for counts in sizes for count in counts]
         for seed in range(3):
             pieces = list(batch(sum(flat), seed).split(flat))
@@ -182,14 +182,13 @@ def test_where_nothing_counts_at_all_gradients_are_zero(rank):
 @on_ranks(2)
 def test_without_weights_it_is_no_sync_around_all_but_the_last(rank):
     model = one_weight(rank)
-    x = torch.full((1, 1), rank.rank + 1.0).double()
+    x = x_of(rank, dtype=torch.float64)
     seen = []
     for last in (False, True, True):
         with lockstep.accumulate(model, last=last):
             model(x).sum().backward()
         seen.append(model.weight.grad.item())
-    own = (1.0, 2.0)[rank.rank]
-    assert seen == [own, 3.0, 4.5]
+    assert seen == [rank.rank + 1.0, 3.0, 4.5]
 
 
 @on_ranks(2)
@@ -207,7 +206,7 @@ def test_forward_may_run_before_and_backward_twice(rank):
 @on_ranks(2)
 def test_it_nests_in_no_sync(rank):
     model = one_weight(rank)
-    x = torch.full((1, 1), rank.rank + 1.0).double()
+    x = x_of(rank, dtype=torch.float64)
     with count_collectives(rank) as sent, model.no_sync(), lockstep.accumulate(model, last=True, weight=2):
         model(x).sum().backward()
     assert sent == []
@@ -226,17 +225,15 @@ def test_unused_late_sparse_and_large_gradients_are_weighted_too(rank):
             self.branches = nn.ParameterList(torch.ones(1).double() for _ in range(3))
 
     third = pytest.approx(1 / 3)
-    model = Parts()
-    lockstep.replicate(model, process_group=rank.group)
+    model = replicated(rank, Parts)
     for number in range(3):
         model.zero_grad()
         branch = model.branches[rank.rank if number < 2 else 2]  # the last one has no place in the plan
         with lockstep.accumulate(model, weight=rank.rank + 1):
             (model.sparse(torch.tensor([rank.rank])).sum() + model.large.sum() + 6 * branch.sum()).backward()
-    grads = [None if b.grad is None else b.grad.item() for b in model.branches]
     assert model.sparse.weight.grad.to_dense().flatten().tolist() == [third, third, 0, 0]
     assert model.large.grad[-1].item() == pytest.approx(2 / 3)
-    assert grads == [None, None, 4.0]
+    assert scalars(model.branches) == [None, None, 4.0]
 
 
 @on_ranks(2)
@@ -264,19 +261,14 @@ def test_weights_are_finite_and_not_negative(rank, weight):
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_rank_without_a_weight_is_an_error_on_every_rank_by_its_number(missing):
-    def call(rank):
-        model = one_weight(rank)
-        weighted(rank, model, [(1.0, 1)])
-        with pytest.raises(OptionError) as caught:
-            weighted(rank, model, [(1.0, None if rank.rank == missing else 5)])
-        return str(caught.value), weighted(rank, model, [(6.0, 2)]), weighted(rank, model, [(6.0, None)])
-
-    results = run_ranks(3, call)
-    assert len(set(results)) == 1
-    message, *after = results[0]
-    assert message.startswith(f"rank {missing} gave no weight in round 2, others did; give one on every rank, 0 where")
-    assert after == [3.0, 6.0]
+@on_ranks(3)
+def test_a_rank_without_a_weight_is_an_error_on_every_rank_by_its_number(rank, missing):
+    model = one_weight(rank)
+    weighted(rank, model, [(1.0, 1)])
+    words = f"^rank {missing} gave no weight in round 2, others did; give one on every rank, 0 where there is nothing"
+    with pytest.raises(OptionError, match=words):
+        weighted(rank, model, [(1.0, None if rank.rank == missing else 5)])
+    assert [weighted(rank, model, [(6.0, weight)]) for weight in (2, None)] == [3.0, 6.0]
 
 
 @pytest.mark.parametrize("weights", [[3, None], [None, 3], [None, 3, 2], [3, None, 2]])
