@@ -61,6 +61,23 @@ def values(module: nn.Module) -> list[torch.Tensor]:
     return [value.clone() for value in module.state_dict().values()]
 
 
+def own(rank: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A rank's part of a batch."""
+    return tensor.chunk(rank.world)[rank.rank]
+
+
+class Bag(nn.Module):
+    """Sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(10, 4, sparse=True)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Distributions over the columns."""
+        return self.embedding(rows).softmax(1)
+
+
 class Mixed(nn.Module):
     """Layers with a frozen bias, and an integer parameter that nothing uses."""
 

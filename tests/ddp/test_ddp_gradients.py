@@ -10,28 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ddp_reference import both, ddp_class, failure, gradients, scalars
+from ddp_reference import Bag, both, ddp_class, failure, gradients, own, scalars
 from processes import on_processes, run_processes
 from small_modules import one_weight, x_of
 from threaded import run_ranks
 
-
-def own(rank, tensor):
-    return tensor.chunk(rank.world)[rank.rank]
-
-
 # -------------------------------------------------------------------------------------------------- dtypes
-
-
-class Bag(nn.Module):
-    """Sparse gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(10, 4, sparse=True)
-
-    def forward(self, rows):
-        return self.embedding(rows).softmax(1)
 
 
 @both

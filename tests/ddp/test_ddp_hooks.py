@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn import functional as F
 
 import lockstep
-from ddp_reference import Branches, both, ddp_class, failure, gradients, scalars
+from ddp_reference import Bag, Branches, both, ddp_class, failure, gradients, scalars
 from processes import on_processes, run_processes
 from small_modules import filled, one_weight, x_of
 
@@ -133,17 +133,6 @@ def test_what_hooks_see(implementation):
         seen, grads = unused
         assert sorted(seen[-1][3]) == [0, 0, x]
         assert grads == [10 * x * (rank == 0), 10 * x * (rank == 1), None]
-
-
-class Bag(nn.Module):
-    """Sparse gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(10, 4, sparse=True)
-
-    def forward(self, rows):
-        return self.embedding(rows).softmax(1)
 
 
 @both

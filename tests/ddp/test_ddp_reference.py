@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from ddp_reference import Branches, Mixed, both, both_since_2_13, ddp_class, gradients, scalars, values
+from ddp_reference import Branches, Mixed, both, both_since_2_13, ddp_class, gradients, own, scalars, values
 from processes import on_processes, run_processes
 from small_modules import fails_in_backward, one_weight, x_of
 
@@ -26,10 +26,6 @@ TRAININGS = [  # are gradients kept and zeroed, is the wrapped module saved and 
     (True, True, {"find_unused_parameters": True, "bucket_cap_mb": 0.0001, "batched_grad_copy": True}),
     (False, False, {"bucket_cap_mb_list": [0.0001, 0.001]}),
 ]
-
-
-def own(rank, tensor):
-    return tensor.chunk(rank.world)[rank.rank]
 
 
 def descend(module, keep_gradients):
