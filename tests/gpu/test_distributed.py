@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 import lockstep
 from lockstep.errors import OptionError, OutOfSyncError
 from one_gpu import CYCLES, LIMIT, LONG
-from processes import run_processes
+from processes import on_processes, run_processes
 
 MIB = 1 << 20
 
@@ -162,8 +162,9 @@ def test_two_ranks_on_one_gpu_have_the_gradients_of_the_reference(home):
     run_processes(2, shared, home.type, timeout=LIMIT)
 
 
-def scale(rank):
-    """One rank's gradients overflow: no rank steps."""
+@pytest.mark.usefixtures("gpu")
+@on_processes(2, timeout=LIMIT)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(rank):
     device, _ = begin("cuda")
     model = lockstep.replicate(nn.Linear(4, 4).to(device))
     scaler, update = torch.amp.GradScaler("cuda", init_scale=2.0**10), torch.optim.SGD(model.parameters(), 0.1)
@@ -178,11 +179,7 @@ def scale(rank):
         update.zero_grad()
         changed.append(not torch.equal(before, model.weight))
     lockstep.check_in_sync(model)
-    return changed
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(gpu):
-    assert run_processes(2, scale, timeout=LIMIT) == [[True, False, True]] * 2
+    assert changed == [True, False, True]
 
 
 # ------------------------------------------------------------------------------------- placement
@@ -200,7 +197,9 @@ class Keeps(nn.Module):
         return self.weight.sum()
 
 
-def move(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(1, timeout=LIMIT)
+def test_inputs_are_moved_to_device_id(rank):
     device, group = begin("cuda")
     here = torch.ones(2, device=device)
     arguments = torch.ones(3), Pair(torch.ones(1), here), {"list": [torch.ones(1), "text", None]}
@@ -223,14 +222,12 @@ def move(rank):
     assert left.given[0][0] is arguments[0]  # without device_id nothing is moved
 
 
-def test_inputs_are_moved_to_device_id(gpu):
-    run_processes(1, move, timeout=LIMIT)
-
-
 # --------------------------------------------------------------------------------------- waiting
 
 
-def do_not_wait(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(1, timeout=LIMIT)
+def test_backward_does_not_wait_for_the_gpu(rank):
     """While the GPU is busy with what came before, a whole step is given to it; the report is read in the next one."""
     device, group = begin("cuda")
     x = inputs(0, 0, device)
@@ -251,11 +248,9 @@ def do_not_wait(rank):
         del model, step
 
 
-def test_backward_does_not_wait_for_the_gpu(gpu):
-    run_processes(1, do_not_wait, timeout=LIMIT)
-
-
-def side_streams(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(1, timeout=LIMIT)
+def test_backward_on_a_stream_of_its_own(rank):
     """On a stream that is kept busy, whoever does not wait for it reads gradients that are not there yet."""
     device, group = begin("cuda")
     plain = rank.make(Network).to(device)
@@ -275,10 +270,6 @@ def side_streams(rank):
             stream.synchronize()
             torch.testing.assert_close(got, gradients(local), msg=lambda text, n=name, s=step: f"{n}, step {s}: {text}")
         del model
-
-
-def test_backward_on_a_stream_of_its_own(gpu):
-    run_processes(1, side_streams, timeout=LIMIT)
 
 
 class Slow(torch.autograd.Function):
@@ -311,7 +302,9 @@ class Branches(nn.Module):
         return (left * left).sum() + (right * right).sum()
 
 
-def branches_on_two_streams(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(1, timeout=LIMIT)
+def test_a_bucket_of_gradients_from_two_streams(rank):
     """Whoever copies the bucket on the stream of its last gradient reads others that are not there yet."""
     device, group = begin("cuda")
     local, stream = rank.make(Branches).to(device), torch.cuda.Stream()
@@ -326,14 +319,13 @@ def branches_on_two_streams(rank):
         torch.testing.assert_close(got, gradients(local), msg=lambda text, step=step: f"step {step}: {text}")
 
 
-def test_a_bucket_of_gradients_from_two_streams(gpu):
-    run_processes(1, branches_on_two_streams, timeout=LIMIT)
-
-
 # ---------------------------------------------------------------------------------------- graphs
 
 
-def capture(rank, on_side_stream):
+@pytest.mark.parametrize("on_side_stream", [True, False])
+@pytest.mark.usefixtures("gpu")
+@on_processes(1, timeout=LIMIT)
+def test_a_captured_step_is_refused_and_graphed_callables_are_replicated(rank, on_side_stream):
     """A whole step is refused before anything is sent, also if the steps before it have run on the default stream,
     which must not wait for one that is captured; graphs of forward and backward alone are not."""
     device, group = begin("cuda")
@@ -362,11 +354,6 @@ def capture(rank, on_side_stream):
         torch.testing.assert_close(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("on_side_stream", [True, False])
-def test_a_captured_step_is_refused_and_graphed_callables_are_replicated(gpu, on_side_stream):
-    run_processes(1, capture, on_side_stream, timeout=LIMIT)
-
-
 # ---------------------------------------------------------------------------------------- memory
 
 
@@ -376,7 +363,9 @@ def held(device):
     return torch.cuda.memory_allocated(device)
 
 
-def weigh(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(1, timeout=LIMIT)
+def test_gradients_have_no_second_copy(rank):
     """Bytes that a module and its gradients hold after backward, plain and in each way."""
     device, group = begin("cuda")
     x, sizes = torch.ones(2, 512, device=device), {}
@@ -395,10 +384,5 @@ def weigh(rank):
                 model(x).sum().backward()
             sizes[name] = held(device) - before
             del model, layers
-    return sizes
-
-
-def test_gradients_have_no_second_copy(gpu):
-    (sizes,) = run_processes(1, weigh, timeout=LIMIT)
     assert max(sizes["replicate"], sizes["wrapper"]) <= sizes["plain"] + MIB, sizes
     assert sizes["torch"] >= sizes["plain"] + 31 * MIB, sizes  # what the reference holds by default

@@ -18,7 +18,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import LockstepError, OutOfSyncError, PeerError, PeerFailure
 from one_gpu import LIMIT, NCCL, allows_several_ranks, place_of
-from processes import run_processes
+from processes import on_processes, run_processes
 
 QUICK = 30.0
 """Seconds within which all ranks have to end: far less than a time-out of NCCL."""
@@ -171,10 +171,12 @@ def test_a_collective_of_the_program_on_one_rank_is_named_on_all(gpu, wrong):
         assert "wait for each other in different collectives" in text, ended
 
 
-def skipping(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(2, "backend", timeout=LIMIT)
+def test_a_batch_that_is_too_large_for_one_rank_is_left_out_on_all(rank):
     """A batch that does not fit into one rank's memory is left out on all."""
     device = place_of(rank)
-    with lockstep.session(device=str(device)) as run:
+    with lockstep.session(device=str(device)):
         model = lockstep.replicate(rank.make(network).to(device))
         optimizer, left_out = torch.optim.SGD(model.parameters(), 0.1), []
         for step in range(5):
@@ -189,14 +191,11 @@ def skipping(rank):
                 continue
             optimizer.step()
         lockstep.check_in_sync(model)
-    return left_out, run.step
+    assert left_out == [2]
 
 
-def test_a_batch_that_is_too_large_for_one_rank_is_left_out_on_all(gpu, backend):
-    assert [found for found, _ in run_processes(2, skipping, timeout=LIMIT, backend=backend)] == [[2], [2]]
-
-
-def rows(rank):
+@on_processes(2, "backend", timeout=LIMIT)
+def test_rows_of_all_ranks(rank):
     """Sparse gradients of as many rows as each rank has, which are dense when rank 1 has a penalty on the weight."""
     device = place_of(rank)
     table = lockstep.replicate(rank.make(lambda: nn.Embedding(10, 3, sparse=True)).to(device))
@@ -206,15 +205,12 @@ def rows(rank):
         loss = table(torch.arange(2 + 3 * rank.rank, device=device)).sum()
         (loss + table.weight.sum() if penalty and rank.rank else loss).backward()
         seen.append((table.weight.grad.is_sparse, table.weight.grad.to_dense()[:, 0].tolist()))
-    return seen
-
-
-def test_rows_of_all_ranks(home, backend):
     sparse, dense = [1.0] * 2 + [0.5] * 3 + [0.0] * 5, [1.5] * 2 + [1.0] * 3 + [0.5] * 5
-    assert run_processes(2, rows, timeout=LIMIT, backend=backend) == [[(True, sparse)] * 2 + [(False, dense)]] * 2
+    assert seen == [(True, sparse)] * 2 + [(False, dense)]
 
 
-def drifts(rank):
+@on_processes(2, "backend", timeout=LIMIT)
+def test_weights_that_differ_are_named(rank):
     device = place_of(rank)
     model = lockstep.replicate(rank.make(network).to(device))
     for _ in range(3):
@@ -223,10 +219,6 @@ def drifts(rank):
         model[2].weight[3, 7] += rank.rank
     with pytest.raises(OutOfSyncError, match=r"2\.weight"):
         lockstep.check_in_sync(model)
-
-
-def test_weights_that_differ_are_named(home, backend):
-    run_processes(2, drifts, timeout=LIMIT, backend=backend)
 
 
 def misplaced(rank):

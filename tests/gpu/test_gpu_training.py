@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.sharding import full_state_dict, shard_optimizer
 from one_gpu import CYCLES, LIMIT, NCCL, allows_several_ranks, place_of
-from processes import run_processes
+from processes import on_processes, run_processes
 
 TORCHS = nn.parallel.DistributedDataParallel
 
@@ -82,7 +82,10 @@ def same(got, wanted, **tolerance):
 # ---------------------------------------------------------------------------------- beside PyTorch's DDP
 
 
-def mixed_precision(rank, dtype, accumulates):
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_processes(2, "backend", timeout=LIMIT)
+def test_mixed_precision_trains_as_the_reference(rank, dtype, accumulates):
     """Autocast, a scaler for float16, clipped gradients, micro-batches, a schedule."""
     device = place_of(rank)
     torch.use_deterministic_algorithms(True)
@@ -114,13 +117,9 @@ def mixed_precision(rank, dtype, accumulates):
     same(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mixed_precision_trains_as_the_reference(backend, dtype, accumulates):
-    run_processes(2, mixed_precision, dtype, accumulates, timeout=LIMIT, backend=backend)
-
-
-def prefetched(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(2, "backend", timeout=LIMIT)
+def test_prefetched_batches_on_a_stream_of_their_own(rank):
     """Batches that a stream of its own copies ahead, losses that are read late, and kernels that keep the GPU busy."""
     device = place_of(rank)
     found = []
@@ -150,10 +149,6 @@ def prefetched(rank):
     same(found[1][1], found[0][1], rtol=1e-3, atol=1e-4)
 
 
-def test_prefetched_batches_on_a_stream_of_their_own(gpu, backend):
-    run_processes(2, prefetched, timeout=LIMIT, backend=backend)
-
-
 # -------------------------------------------------------------------------------------- beside one process
 
 
@@ -169,9 +164,12 @@ class Images(nn.Module):
         return self.head(self.layers(x).flatten(1))
 
 
-def synchronised_norms(rank, name):
+@pytest.mark.parametrize("layout", ["contiguous_format", "channels_last"])
+@pytest.mark.usefixtures("gpu")
+@on_processes(2, "backend", timeout=LIMIT)
+def test_synchronised_normalisation_is_that_of_one_process(rank, layout):
     """Batch normalisation over the rows of all ranks; weights in channels_last."""
-    device, layout = place_of(rank), getattr(torch, name)
+    device, layout = place_of(rank), getattr(torch, layout)
     x, y = torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 10
     x, y = x.to(device, memory_format=layout), y.to(device)
     alone = rank.make(Images).to(device, memory_format=layout)
@@ -188,12 +186,13 @@ def synchronised_norms(rank, name):
     assert model.layers[0].weight.is_contiguous(memory_format=layout)
 
 
-@pytest.mark.parametrize("layout", ["contiguous_format", "channels_last"])
-def test_synchronised_normalisation_is_that_of_one_process(gpu, backend, layout):
-    run_processes(2, synchronised_norms, layout, timeout=LIMIT, backend=backend)
+FORMS = ["module, then replicated", "replicated, then module", "wrapped", "in place"]
 
 
-def compiled(rank, form):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("gpu")
+@on_processes(2, "backend", timeout=150.0)
+def test_compiled_modules_have_the_gradients_of_the_plain_one(rank, form):
     device = place_of(rank)
     warnings.simplefilter("ignore")  # the compiler has several
     plain = rank.make(Language).to(device)
@@ -211,14 +210,6 @@ def compiled(rank, form):
             language_loss(module, ids).backward()
         got, wanted = ([each.grad for each in module.parameters()] for module in (model, plain))
         same(got, wanted, rtol=1e-3, atol=1e-5)
-
-
-FORMS = ["module, then replicated", "replicated, then module", "wrapped", "in place"]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_modules_have_the_gradients_of_the_plain_one(gpu, backend, form):
-    run_processes(2, compiled, form, timeout=150.0, backend=backend)
 
 
 def sharded(rank, options):
@@ -247,7 +238,8 @@ def test_a_sharded_optimizer_is_a_whole_one(gpu, backend, options):
     run_processes(2, sharded, options, timeout=LIMIT, backend=backend)
 
 
-def contrast(rank):
+@on_processes(2, "backend", timeout=LIMIT)
+def test_a_loss_over_the_rows_of_all_ranks(rank):
     """A loss over the rows of all ranks has the gradients of one process."""
     device = place_of(rank)
     x = torch.randn(10, 16, generator=torch.Generator().manual_seed(1)).to(device)
@@ -268,11 +260,8 @@ def contrast(rank):
         same(model.weight.grad, alone.weight.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_loss_over_the_rows_of_all_ranks(home, backend):
-    run_processes(2, contrast, timeout=LIMIT, backend=backend)
-
-
-def in_half(rank):
+@on_processes(2, "backend", timeout=LIMIT)
+def test_gradients_that_travel_in_half_precision(rank):
     """Gradients that travel in bfloat16 are close to those that do not."""
     device = place_of(rank)
     plain = rank.make(Language).to(device)
@@ -283,10 +272,6 @@ def in_half(rank):
             language_loss(model, texts(step, rank.rank, device)).backward()
         for ours, theirs in zip(half.parameters(), whole.parameters(), strict=True):
             assert (ours.grad - theirs.grad).norm() <= 2**-7 * theirs.grad.norm()
-
-
-def test_gradients_that_travel_in_half_precision(home, backend):
-    run_processes(2, in_half, timeout=LIMIT, backend=backend)
 
 
 # ------------------------------------------------------------------------------------------- loops

@@ -19,7 +19,7 @@ import lockstep
 from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
 from lockstep.sharding import shard_optimizer
 from one_gpu import CYCLES, LIMIT, LONG, NCCL, allows_several_ranks, place_of
-from processes import run_processes
+from processes import on_processes, run_processes
 
 
 def waits_in(call: Callable[[], Any]) -> tuple[Any, int]:
@@ -73,7 +73,9 @@ def test_state_is_copied_to_the_host_with_one_wait(gpu):
     assert waits <= 1
 
 
-def other_classes(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(1, timeout=LIMIT, backend=NCCL)
+def test_tensors_of_other_classes_are_copied_to_the_host(rank):
     """A DTensor and a parameter are copied to the host, on a stream that is busy."""
     place_of(rank)
     mesh = dist.init_device_mesh("cuda", (1,))
@@ -88,10 +90,6 @@ def other_classes(rank):
         assert [each.tolist() for each in values] == [[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]]
 
 
-def test_tensors_of_other_classes_are_copied_to_the_host(gpu):
-    run_processes(1, other_classes, timeout=LIMIT, backend=NCCL)
-
-
 @pytest.fixture
 def many_ranks(gpu):
     """Skips where several ranks cannot have one GPU."""
@@ -99,7 +97,9 @@ def many_ranks(gpu):
         pytest.skip("NCCL allows several ranks on one GPU from 2.30 on")
 
 
-def sharded_step(rank):
+@pytest.mark.usefixtures("many_ranks")
+@on_processes(2, timeout=LIMIT, backend=NCCL)
+def test_a_sharded_step_does_not_wait_for_the_gpu(rank):
     """While the GPU is busy with what came before, a whole sharded step is given to it."""
     device = place_of(rank)
     model = lockstep.replicate(rank.make(lambda: nn.Linear(256, 256)).to(device))
@@ -116,11 +116,9 @@ def sharded_step(rank):
     lockstep.check_in_sync(model)
 
 
-def test_a_sharded_step_does_not_wait_for_the_gpu(many_ranks):
-    run_processes(2, sharded_step, timeout=LIMIT, backend=NCCL)
-
-
-def step_of_shares(rank):
+@pytest.mark.usefixtures("many_ranks")
+@on_processes(2, timeout=LIMIT, backend=NCCL)
+def test_a_step_of_shares_does_not_wait_for_the_gpu(rank):
     """While the GPU is busy with what came before, a whole step of shares is given to it."""
     device = place_of(rank)
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 4)).to(device)
@@ -138,7 +136,3 @@ def step_of_shares(rank):
     assert not torch.cuda.current_stream().query(), "the host has waited for the GPU in a step of shares"
     torch.cuda.synchronize()
     lockstep.check_in_sync(model)
-
-
-def test_a_step_of_shares_does_not_wait_for_the_gpu(many_ranks):
-    run_processes(2, step_of_shares, timeout=LIMIT, backend=NCCL)
