@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lockstep._base import telling
 from lockstep._base.store import BoundedStore
 from lockstep.errors import CommunicationError, PeerFailure
+from lockstep.failures import channel as failure_channel
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind, of_exception
 from lockstep.failures.hosts import Hosts
@@ -62,6 +63,12 @@ def not_met(store, rank, errors=PeerFailure, **options):
     with pytest.raises(errors) as caught:
         channel(store, rank, **options)
     return caught.value
+
+
+@pytest.fixture
+def nobody_reads_on(monkeypatch):
+    """A rank that fails before all have met does not live on for those who still read its store: it is the test's."""
+    monkeypatch.setattr(failure_channel, "START_UP_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +237,7 @@ def meeting(store, rank, world):
     return Meeting(BoundedStore(dist.PrefixStore("test", store)), rank, range(world), "here", SOON)
 
 
+@pytest.mark.usefixtures("nobody_reads_on")
 @pytest.mark.parametrize(("world", "victim"), [(3, 1), (4, 3)])
 def test_a_rank_that_fails_before_all_have_met_is_named(world, victim, store):
     def train(rank):
@@ -241,6 +249,7 @@ def test_a_rank_that_fails_before_all_have_met_is_named(world, victim, store):
         assert rank == victim or (error.rank, error.phase) == (victim, "start-up")
 
 
+@pytest.mark.usefixtures("nobody_reads_on")
 def test_a_rank_that_fails_before_its_previous_rank_has_come_is_named_by_the_next(store):
     def train(rank):
         if rank.rank == 0:
@@ -345,6 +354,7 @@ def test_who_waits_until_its_messages_are_sent_waits_for_those_that_are_queued()
     this.close_connections()
 
 
+@pytest.mark.usefixtures("nobody_reads_on")
 def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come(store):
     reached = threading.Event()
 
@@ -402,6 +412,7 @@ def test_a_host_is_gone_if_both_of_its_ends_in_the_ring_are(gone, ended):
     assert this.ended == set(ended)
 
 
+@pytest.mark.usefixtures("nobody_reads_on")
 @on_ranks(3)
 def test_a_rank_that_does_not_come_is_named_after_the_time_out(rank, store):
     if rank.rank != 1:

@@ -105,6 +105,7 @@ def fails_on_rank_1(rank, where):
 
 
 def comes_alone(rank):
+    channel.START_UP_SECONDS = 0.1  # nobody reads its store any more
     if rank.rank == 1:
         os._exit(1)
     with pytest.raises(CommunicationError, match=r"^rank 1 of 2 did not come within 2 s"):
