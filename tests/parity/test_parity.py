@@ -67,10 +67,17 @@ def same_gradients(parallel, plain, dtype=torch.float64):
     assert_same(grads(parallel.module), grads(plain), dtype)
 
 
-def train(device_list, **options):
-    """An MLP in float64, its twin in a DataParallel, and seven rows for them."""
-    plain, twin = pair(mlp, device_list[0])
+def train(device_list, make=mlp, **options):
+    """An MLP in float64, or another network, its twin in a DataParallel, and seven rows for them."""
+    plain, twin = pair(make, device_list[0])
     return plain, DataParallel(twin, device_list, **options), *batch(vectors, 7, device_list[0])
+
+
+BACKWARDS = {
+    "forward": lambda parallel, x, y: loss_of(parallel(x), y).backward(),
+    "step": lambda parallel, x, y: parallel.step(loss_of, x, y),
+}
+both_ways = pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
 
 
 # ------------------------------------------------------------------------------------ the whole zoo
@@ -213,16 +220,13 @@ def test_autocast(devices, kind, dtype, use_step):
     assert {g.dtype for g in grads(twin).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
-def test_accumulation_and_clipping(devices, use_step):
+@both_ways
+def test_accumulation_and_clipping(devices, backward):
     plain, parallel, *_ = train(devices(3))
     for rows in (7, 4, 2):
         x, y = batch(vectors, rows, devices(1)[0])
         loss_of(plain(x), y).backward()
-        if use_step:
-            parallel.step(loss_of, x, y)
-        else:
-            loss_of(parallel(x), y).backward()
+        backward(parallel, x, y)
         same_gradients(parallel, plain)
     norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (plain, parallel)]
     assert norms[0] > 0.1
@@ -239,18 +243,13 @@ class Checkpointed(nn.Module):
         return checkpoint(self.second, self.first(x).tanh(), use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+@both_ways
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_checkpoint(devices, reentrant, use_step):
-    plain, twin = pair(lambda: Checkpointed(reentrant), devices(1)[0])
-    parallel = DataParallel(twin, devices(3))
-    x, y = batch(vectors, 7, devices(1)[0])
+def test_checkpoint(devices, reentrant, backward):
+    plain, parallel, x, y = train(devices(3), lambda: Checkpointed(reentrant))
     for _ in range(2):
         loss_of(plain(x), y).backward()
-        if use_step:
-            parallel.step(loss_of, x, y)
-        else:
-            loss_of(parallel(x), y).backward()
+        backward(parallel, x, y)
         same_gradients(parallel, plain)
 
 
@@ -282,8 +281,8 @@ def test_grad_scaler(devices, kind):
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
-def test_gradient_hooks_see_the_whole_gradient_once(devices, use_step):
+@both_ways
+def test_gradient_hooks_see_the_whole_gradient_once(devices, backward):
     plain, parallel, x, y = train(devices(3))
     seen = {}
     for name, model in (("plain", plain), ("parallel", parallel)):
@@ -294,10 +293,7 @@ def test_gradient_hooks_see_the_whole_gradient_once(devices, use_step):
                 lambda p, calls=calls, n=number: calls.append((2 * n + 1, p.grad.clone()))
             )
     loss_of(plain(x), y).backward()
-    if use_step:
-        parallel.step(loss_of, x, y)
-    else:
-        loss_of(parallel(x), y).backward()
+    backward(parallel, x, y)
     assert len(seen["plain"]) == 12
     assert_same(*(sorted(calls, key=lambda call: call[0]) for calls in (seen["parallel"], seen["plain"])))
 
@@ -331,17 +327,14 @@ def test_an_optimiser_that_steps_inside_backward(devices):
         assert_same(parallel.module.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
-def test_sparse_gradients(use_step):
+@both_ways
+def test_sparse_gradients(backward):
     plain, twin = pair(lambda: nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2)), "cpu")
     parallel = DataParallel(twin, ["cpu"] * 3)
     for _ in range(2):
         x, y = batch(tokens, 7, "cpu")
         loss_of(plain(x), y).backward()
-        if use_step:
-            parallel.step(loss_of, x, y)
-        else:
-            loss_of(parallel(x), y).backward()
+        backward(parallel, x, y)
         got, expected = twin[0].weight.grad, plain[0].weight.grad
         assert got.is_sparse
         assert_same(got.coalesce().to_dense(), expected.coalesce().to_dense())
@@ -358,16 +351,12 @@ class Branches(nn.Module):
         return self.used(x) * self.frozen
 
 
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
-def test_a_module_that_is_not_used_gets_no_gradient(devices, use_step):
-    plain, twin = pair(Branches, devices(1)[0])
-    parallel = DataParallel(twin, devices(3))
-    x, y = batch(vectors, 7, devices(1)[0])
+@both_ways
+def test_a_module_that_is_not_used_gets_no_gradient(devices, backward):
+    plain, parallel, x, y = train(devices(3), Branches)
+    twin = parallel.module
     loss_of(plain(x), y).backward()
-    if use_step:
-        parallel.step(loss_of, x, y)
-    else:
-        loss_of(parallel(x), y).backward()
+    backward(parallel, x, y)
     assert twin.unused.weight.grad is twin.unused.bias.grad is twin.frozen.grad is None
     same_gradients(parallel, plain)
     twin.unused.weight.grad = torch.ones_like(twin.unused.weight)
@@ -388,18 +377,15 @@ class Siblings(nn.Module):
         return x * self.used * self.learned
 
 
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
-def test_a_parameter_that_its_module_does_not_use_gets_no_gradient(devices, use_step):
+@both_ways
+def test_a_parameter_that_its_module_does_not_use_gets_no_gradient(devices, backward):
     plain, twin = pair(Siblings, devices(1)[0])
     for module in (plain, twin):  # a copy on another device is no leaf
         module.learned, module.idle = (b.detach().requires_grad_() for b in (module.learned, module.idle))
     parallel = DataParallel(twin, devices(3))
     x, y = batch(vectors, 7, devices(1)[0])
     loss_of(plain(x), y).backward()
-    if use_step:
-        parallel.step(loss_of, x, y)
-    else:
-        loss_of(parallel(x), y).backward()
+    backward(parallel, x, y)
     assert twin.unused.grad is twin.idle.grad is None
     same_gradients(parallel, plain)
     assert_same(twin.learned.grad, plain.learned.grad)
@@ -420,17 +406,14 @@ class Varied(Branches):
         return (self.used if x[0, 0] > 0 else self.unused)(x)
 
 
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
-def test_replicas_that_use_different_parameters(devices, use_step):
+@both_ways
+def test_replicas_that_use_different_parameters(devices, backward):
     plain, twin = pair(Varied, devices(1)[0])
     parallel = DataParallel(twin, devices(3))
     x, y = batch(vectors, 6, devices(1)[0])
     x[:2, 0], x[2:, 0] = 1, -1
     loss_of(torch.cat([plain.used(x[:2]), plain.unused(x[2:])]), y).backward()
-    if use_step:
-        parallel.step(loss_of, x, y)
-    else:
-        loss_of(parallel(x), y).backward()
+    backward(parallel, x, y)
     same_gradients(parallel, plain)
 
 
@@ -641,9 +624,9 @@ class Late(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+@both_ways
 @pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
-def test_evaluation_by_another_thread_during_backward(devices, use_step, grad):
+def test_evaluation_by_another_thread_during_backward(devices, backward, grad):
     """As a thread that validates does, while the main one trains."""
     plain, parallel, x, y = train(devices(3))
 
@@ -672,10 +655,7 @@ def test_evaluation_by_another_thread_during_backward(devices, use_step, grad):
     parallel.module = Body()
     loss_of(plain(x), y).backward()
     active.append(evaluate_elsewhere)
-    if use_step:
-        parallel.step(loss_of, x, y)
-    else:
-        loss_of(parallel(x), y).backward()
+    backward(parallel, x, y)
     assert not active
     assert_same([p.grad for p in parallel.parameters()], [p.grad for p in plain.parameters()])
 
