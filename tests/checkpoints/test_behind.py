@@ -28,7 +28,7 @@ from lockstep.checkpoints.ranks import Ranks, RanksByStore
 from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
 from lockstep.errors import CheckpointError, CommunicationError, PeerFailure
 from lockstep.session import run_state
-from processes import be_launched, run_processes
+from processes import be_launched, on_processes, run_processes
 from programs.ranks import on_ranks
 from tensor_classes import Packed
 from threaded import run_ranks
@@ -243,22 +243,19 @@ def test_ranks_that_do_not_answer_behind_the_training(rank, store, options, erro
     rank.gather(torch.zeros(1))
 
 
-def in_sessions(rank, folder):
+@on_processes(2, launched=True)
+def test_sessions_save_behind_their_training(rank, tmp_path):
     """Saves in flight while the ranks train, of two sessions of the same processes."""
     for last in (False, True):
         with lockstep.session() as run:
             model = lockstep.replicate(nn.Linear(20, 20))
-            run.resume(folder, model=model)
+            run.resume(tmp_path, model=model)
             for number in run.batches(range(6)):
                 model(torch.full((1, 20), float(number))).sum().backward()
-                run.save(folder, wait=False, model=model, own=per_rank(number))
+                run.save(tmp_path, wait=False, model=model, own=per_rank(number))
             if last:
-                return run.resume(folder).values, [each.number for each in list_saved(folder)]
-    return None
-
-
-def test_sessions_save_behind_their_training(tmp_path):
-    assert run_processes(2, in_sessions, tmp_path / "run", launched=True) == [({"own": 5}, [11, 12, 13])] * 2
+                assert run.resume(tmp_path).values == {"own": 5}
+                assert [each.number for each in list_saved(tmp_path)] == [11, 12, 13]
 
 
 def save_without_a_store(rank, port, pid, number, folder):

@@ -9,8 +9,8 @@ from torch import nn
 import lockstep
 from ddp_reference import both_since_2_13, ddp_class, scalars
 from processes import on_processes, run_processes
+from programs.ranks import on_ranks
 from small_modules import one_weight, x_of
-from threaded import run_ranks
 
 
 class Buffered(nn.Module):
@@ -122,13 +122,10 @@ def test_lockstep_never_writes_into_what_backward_has_saved():
     assert run_processes(2, two_forwards, "torch") != [[(1 * (1 + 2) + 2 * (1 + 3)) / 2]] * 2
 
 
-def follow(rank, policy):
+@pytest.mark.parametrize(("policy", "wanted"), [("rank0", [0, 0]), ("mean", [0.5, 0.5]), ("local", [0, 1])])
+@on_ranks(2)
+def test_lockstep_has_policies(rank, policy, wanted):
     ddp = lockstep.DistributedDataParallel(Buffered(0.0), process_group=rank.group, buffer_policy=policy)
     ddp.module.kept.fill_(float(rank.rank))
     step(ddp, rank)
-    return ddp.module.kept.tolist()
-
-
-@pytest.mark.parametrize(("policy", "wanted"), [("rank0", [0, 0]), ("mean", [0.5, 0.5]), ("local", [0, 1])])
-def test_lockstep_has_policies(policy, wanted):
-    assert run_ranks(2, follow, policy) == [[value] * 2 for value in wanted]
+    assert ddp.module.kept.tolist() == [wanted[rank.rank]] * 2

@@ -19,7 +19,7 @@ import lockstep
 from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
 from lockstep.sharding import shard_optimizer
 from one_gpu import CYCLES, LIMIT, LONG, NCCL, allows_several_ranks, place_of
-from processes import on_processes, run_processes
+from processes import on_processes
 
 
 def waits_in(call: Callable[[], Any]) -> tuple[Any, int]:
@@ -36,7 +36,9 @@ def waits_in(call: Callable[[], Any]) -> tuple[Any, int]:
     return result, sum("synchroniz" in text for text in texts)
 
 
-def means(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(2, timeout=LIMIT)
+def test_values_of_a_mean_are_read_with_one_copy(rank):
     device = torch.device("cuda", 0)
     values = {f"loss {i}": torch.tensor(float(i + rank.rank), device=device) for i in range(10)} | {"number": 2.0}
     weight = torch.tensor(3, device=device)
@@ -44,15 +46,12 @@ def means(rank):
     found, waits = waits_in(lambda: lockstep.mean(values, weight=weight))
     assert found["loss 1"].device == device
     assert found["loss 1"].item() == 1.5
-    return waits
+    assert waits <= 2, "one copy to the host, and one back"
 
 
-def test_values_of_a_mean_are_read_with_one_copy(gpu):
-    for waits in run_processes(2, means, timeout=LIMIT):
-        assert waits <= 2, "one copy to the host, and one back"
-
-
-def snapshot(rank):
+@pytest.mark.usefixtures("gpu")
+@on_processes(1, timeout=LIMIT)
+def test_state_is_copied_to_the_host_with_one_wait(rank):
     device = torch.device("cuda", 0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -65,11 +64,6 @@ def snapshot(rank):
     for name, tensor in found["model"].shared.items():
         assert tensor.is_pinned()
         assert torch.equal(tensor, model.state_dict()[name].cpu())
-    return waits
-
-
-def test_state_is_copied_to_the_host_with_one_wait(gpu):
-    (waits,) = run_processes(1, snapshot, timeout=LIMIT)
     assert waits <= 1
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import OutOfSyncError
-from processes import run_processes
+from processes import on_processes, run_processes
 
 
 class Block(nn.Module):
@@ -234,7 +234,8 @@ def network() -> nn.Module:
     ).double()
 
 
-def beside_shards(rank) -> None:
+@on_processes(2)
+def test_what_is_sharded_is_refused_as_a_whole_and_skipped_as_a_part(rank):
     mesh = dist.init_device_mesh("cpu", (rank.world,))
     local = rank.make(network)
     model = copy.deepcopy(local)
@@ -258,7 +259,3 @@ def beside_shards(rank) -> None:
     fully_shard(root, mesh=mesh)
     with pytest.raises(RuntimeError, match="Cannot apply `replicate"):
         lockstep.replicate(root)
-
-
-def test_what_is_sharded_is_refused_as_a_whole_and_skipped_as_a_part():
-    run_processes(2, beside_shards)

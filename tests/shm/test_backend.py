@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.shm.backend import BackendShm
-from processes import run_processes
+from processes import on_processes, run_processes
 
 BOTH = "cpu:shm,cuda:gloo"
 pytestmark = pytest.mark.skipif(
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def collectives(rank):
+@on_processes(3, backend=BOTH)
+def test_collectives_on_the_cpu_are_those_of_shm(rank):
     group, world, me = dist.group.WORLD, rank.world, rank.rank
     assert isinstance(group._get_backend(torch.device("cpu")), BackendShm)
     for count in (4, 300_000):  # in one exchange, and in chunks
@@ -64,11 +65,8 @@ def collectives(rank):
         assert x.tolist() == [2.0, 2.0]
 
 
-def test_collectives_on_the_cpu_are_those_of_shm():
-    run_processes(3, collectives, backend=BOTH)
-
-
-def training(rank):
+@on_processes(2, backend=BOTH)
+def test_training_is_that_of_ddp(rank):
     found = []
     for wrap in (DistributedDataParallel, lockstep.replicate):
         torch.manual_seed(3)
@@ -82,10 +80,6 @@ def training(rank):
         lockstep.check_in_sync(model)
         found.append([each.detach().clone() for each in model.parameters()])
     torch.testing.assert_close(*found)
-
-
-def test_training_is_that_of_ddp():
-    run_processes(2, training, backend=BOTH)
 
 
 def until_killed(rank):
@@ -102,7 +96,8 @@ def test_a_killed_rank_is_named():
     assert [each.returncode for each in outcomes] == [0, -signal.SIGKILL, 0], outcomes
 
 
-def until_raised(rank):
+@on_processes(3, backend=BOTH, group_timeout=60.0)
+def test_a_session_ends_the_group_when_a_rank_raises(rank):
     with pytest.raises(ValueError if rank.rank == 1 else PeerFailure), lockstep.session() as run:
         assert run.backend == BOTH
         model = lockstep.replicate(nn.Linear(2, 2))
@@ -113,7 +108,3 @@ def until_raised(rank):
     if rank.rank != 1:
         with pytest.raises(CommunicationError, match="has been destroyed"):
             dist.all_reduce(torch.ones(1))
-
-
-def test_a_session_ends_the_group_when_a_rank_raises():
-    run_processes(3, until_raised, backend=BOTH, group_timeout=60.0)

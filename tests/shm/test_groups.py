@@ -227,16 +227,13 @@ def test_it_can_be_the_backend_of_a_part_alone(rank):
     assert (sums(part, 10**rank.rank) if rank.rank != 1 else None) == [101, None, 101][rank.rank]
 
 
-def with_options(rank, folder):
-    group = on_hosts(rank, "aabb", f"{folder}/store")
+@on_processes(4, backend="shm")
+def test_options_say_which_host_a_rank_is_on(rank, tmp_path):
+    group = on_hosts(rank, "aabb", f"{tmp_path}/store")
     assert (group.options.host, over_hosts(group)) == ("aabb"[rank.rank], True)
     pair = dist.new_group([1, 2], pg_options=ShmOptions(host="c"))
     assert sums(None, 10**rank.rank) == 1111
     assert rank.rank in (0, 3) or (sums(pair, 1), over_hosts(pair)) == (2, False)
-
-
-def test_options_say_which_host_a_rank_is_on(tmp_path):
-    run_processes(4, with_options, str(tmp_path), backend="shm")
 
 
 # ----------------------------------------------------------------------------------- through Gloo

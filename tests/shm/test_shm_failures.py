@@ -312,10 +312,12 @@ def test_a_rank_that_never_calls_is_named_and_is_told_when_it_does(hosts, victim
         assert number == victim or raised[0][2] > 0.9
 
 
-def is_stopped(rank, folder):
+@pytest.mark.alone
+@on_processes(3, backend="shm")
+def test_a_rank_that_is_stopped_is_named_and_is_told_when_it_goes_on(rank, tmp_path):
     """Rank 1 stops; when the others have given up it goes on, and learns that."""
     if rank.rank == 1:
-        Path(folder, "pid").write_text(str(os.getpid()))
+        (tmp_path / "pid").write_text(str(os.getpid()))
     dist.barrier()
     rank.group.set_timeout(timedelta(seconds=1))
     dist.all_reduce(torch.ones(BIG))
@@ -323,17 +325,12 @@ def is_stopped(rank, folder):
         os.kill(os.getpid(), signal.SIGSTOP)
     raised = error_of(lambda: dist.all_reduce(torch.ones(BIG)))
     if rank.rank == 0:
-        pid = Path(folder, "pid").read_text()
+        pid = (tmp_path / "pid").read_text()
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.01)
         os.kill(int(pid), signal.SIGCONT)
     assert raised[0] is CommunicationError
     assert "rank 1 did not answer within 1 s: stalled, or not in this collective" in raised[1]
-
-
-@pytest.mark.alone
-def test_a_rank_that_is_stopped_is_named_and_is_told_when_it_goes_on(tmp_path):
-    run_processes(3, is_stopped, str(tmp_path), backend="shm")
 
 
 def tries_again(rank, numel, late):
