@@ -860,10 +860,12 @@ def lists_exchanged(group, outputs, inputs):
     except RuntimeError as error:
         if "Backend gloo does not support alltoall" not in str(error):  # Gloo of PyTorch 2.11 exchanges single tensors
             raise
-    together = torch.empty(sum(map(len, outputs)))
-    group.alltoall_base(together, torch.cat(inputs), [], []).wait()
-    for output, part in zip(outputs, together.chunk(len(outputs)), strict=True):
-        output.copy_(part)
+    sent = [each.contiguous().reshape(-1).view(torch.uint8) for each in inputs]
+    sizes = [each.nbytes for each in outputs]
+    together = torch.empty(sum(sizes), dtype=torch.uint8)
+    group.alltoall_base(together, torch.cat(sent), sizes, list(map(len, sent))).wait()
+    for output, part in zip(outputs, together.split(sizes), strict=True):
+        output.copy_(part.clone().view(output.dtype).view(output.shape))
     return None
 
 
