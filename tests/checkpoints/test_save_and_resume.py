@@ -101,19 +101,22 @@ def test_streams_of_accelerators(sim):
 # -------------------------------------------------------------------------------------- ownership
 
 
-def keep_own(rank, folder):
+def keep_own(rank, folder, given, resumed):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.own = nn.Parameter(torch.tensor(float(rank.rank)))
     options = {"buffer_policy": "local", "params_and_buffers_to_ignore": ["own"], "process_group": rank.group}
     ddp = lockstep.DistributedDataParallel(model, **options)
     nn.init.constant_(model[1].running_mean, rank.rank)
-    lockstep.save(folder, group=rank.group, model=ddp, mine=per_rank([rank.rank]), generator=rank.generator())
+    of = {"wrapper": ddp, "module": model, "holder": nn.ModuleList([ddp])}
+    if given != "holder":  # which has no group, and there is no default one
+        lockstep.check_in_sync(of[given])
+    lockstep.save(folder, group=rank.group, model=of[given], mine=per_rank([rank.rank]), generator=rank.generator())
 
     with torch.no_grad():
         for tensor in (model.own, model[1].running_mean, model[0].weight):
             tensor.fill_(9.0)
     mine = []
-    found = lockstep.resume(folder, group=rank.group, model=ddp, mine=mine)
+    found = lockstep.resume(folder, group=rank.group, model=of[resumed], mine=mine)
     assert (model.own.item(), model[1].running_mean[0].item(), mine) == (rank.rank, rank.rank, [rank.rank])
     assert (model[0].weight != 9).all()
     assert found.world_size == 2
@@ -121,8 +124,14 @@ def keep_own(rank, folder):
     assert sorted(files) == ["model.pt", "rank-0000.pt", "rank-0001.pt"]
 
 
-def test_what_is_a_ranks_own_comes_back_to_it(tmp_path):
-    run_ranks(2, keep_own, tmp_path)
+@pytest.mark.parametrize(
+    ("given", "resumed"),
+    [("wrapper", "module"), ("module", "wrapper"), ("module", "module"), ("holder", "holder")],
+)
+def test_what_is_a_ranks_own_comes_back_to_it(given, resumed, tmp_path):
+    run_ranks(2, keep_own, tmp_path, given, resumed)
+    if given == "holder":
+        return
 
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.own = nn.Parameter(torch.tensor(5.0))

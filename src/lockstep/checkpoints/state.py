@@ -8,7 +8,7 @@ import copy
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from lockstep._base.run_all import RunAll
 from lockstep._base.tree import tree_map
 from lockstep._base.wrapper import unwrapped
 from lockstep.checkpoints.layout import OWN
-from lockstep.distributed.replication.replication import Replication, find_replication, own_names
+from lockstep.distributed.replication.replication import own_names, replications_in
 from lockstep.errors import CheckpointError, OptionError
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
@@ -141,7 +141,7 @@ def read(entry: Entry) -> Parts:
     names = own_names(entry.given, target)
     if names:
         own["tensors"] = {name: tensor for name, tensor in state.items() if name in names}
-    for name, each in _replications(entry):
+    for name, each in replications_in(entry.target):
         if each.ready:
             own.setdefault(COMMON if each.training_is_common else TRAINING, {})[name] = each.training_state()
     return Parts(state, own)
@@ -150,15 +150,6 @@ def read(entry: Entry) -> Parts:
 def common_parts(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a rank's own state that are the same on all ranks; any number of ranks can use them."""
     return {name: parts for name, parts in own.items() if name == COMMON}
-
-
-def _replications(entry: Entry) -> Iterator[tuple[str, Replication]]:
-    """Yield the replications in a module with the names of their modules inside it; "" is the whole."""
-    whole = find_replication(entry.given)
-    for name, module in entry.target.named_modules():
-        found = (whole if not name else None) or find_replication(module)
-        if found is not None:
-            yield name, found
 
 
 # ------------------------------------------------------------------------------------------ putting back
@@ -226,7 +217,7 @@ def restore_training(entry: Entry, parts: Parts, steps: RunAll, *, ready: bool) 
     """
     if not entry.kind.startswith(MODULE):
         return
-    found = dict(_replications(entry))
+    found = dict(replications_in(entry.target))
     for name, state in {**parts.own.get(TRAINING, {}), **parts.own.get(COMMON, {})}.items():
         if name in found and found[name].ready == ready:
             with steps:

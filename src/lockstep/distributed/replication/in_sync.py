@@ -16,7 +16,12 @@ from lockstep.distributed.reduction.module.drift import DriftWatch
 from lockstep.distributed.reduction.module.equal_values import Gather, compare
 from lockstep.distributed.reduction.module.optimizer_numbers import SAME_NUMBERS, difference_in_numbers, numbers_of
 from lockstep.distributed.reduction.module.value_digests import comparable_state, told
-from lockstep.distributed.replication.replication import Replication, find_replication, own_names, replications
+from lockstep.distributed.replication.replication import (
+    Replication,
+    own_names,
+    replications,
+    replications_in,
+)
 from lockstep.errors import OutOfSyncError
 
 Values = list[tuple[str, Tensor]]
@@ -28,8 +33,8 @@ def values_of(module: Module, of: str = "") -> Values:
     After a batch that has failed each rank has its own buffers, until the next one makes them equal.
     """
     own = own_names(module, module)
-    failed = (each for each in module.modules() if (it := find_replication(each)) and it.has_local_buffers)
-    local = {id(buffer) for each in failed for buffer in each.buffers()}
+    failed = [name for name, each in replications_in(module) if each.has_local_buffers]
+    local = {id(buffer) for name in failed for buffer in module.get_submodule(name).buffers()}
     named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in own]
     named = [each for each in named if id(each[1]) not in local]
     return [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}{of}", each) for name, each in named]
@@ -167,8 +172,8 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 def group_of(modules: Sequence[Module], optimizers: Sequence[Optimizer]) -> object:
     """Return the group over which the first of these is replicated; None if none is."""
     for module in modules:
-        replication = find_replication(module)
-        if replication is not None:
-            return replication.group
+        for name, replication in replications_in(module):
+            if not name:
+                return replication.group
     wanted = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
     return next((each.group for each in replications() if not wanted.isdisjoint(each.replicated_names())), None)

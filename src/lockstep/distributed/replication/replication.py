@@ -360,6 +360,20 @@ def replications() -> Iterator[Replication]:
             yield each
 
 
+def replications_in(module: Module) -> Iterator[tuple[str, Replication]]:
+    """Yield the replications of a module and of those inside, each once, with the name of its module or wrapper there.
+
+    A module has the replication of the wrapper around it: a program may save ``ddp.module``.
+    """
+    wrapped = {id(inner): each for each in replications() if (inner := each._selection.module_or_none()) is not None}
+    seen: set[int] = set()
+    for name, each in Module.named_modules(module):
+        found = find_replication(each) or wrapped.get(id(each))
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            yield name, found
+
+
 def replication_of(module: Module, caller: str) -> Replication:
     """Return the replication of a module or a wrapper; raises :class:`NotReplicableError` if it has none."""
     found = find_replication(module)
@@ -379,12 +393,10 @@ def own_names(module: Module, inner: Module) -> set[str]:
     """
     own: set[int] = set()
     shared: set[int] = set()
-    for each in module.modules():
-        replication = find_replication(each)
-        if replication is not None:
-            kept, equal = replication.own_and_replicated()
-            own.update(map(id, kept))
-            shared.update(map(id, equal))
+    for _, replication in replications_in(module):
+        kept, equal = replication.own_and_replicated()
+        own.update(map(id, kept))
+        shared.update(map(id, equal))
     return {name for name, tensor in all_named(inner) if id(tensor) in own - shared}
 
 
