@@ -20,7 +20,8 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
     if ranks or micro-batches have different numbers of tokens.)
 
     Args:
-        module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
+        module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`. One inside of
+            it that is replicated by itself needs a block of its own, around the same backward.
         last: True if the backward pass inside synchronises.
         weight: The number of tokens (or rows) in this rank's loss inside the block, over all its backward passes, or
             the sum of their class weights: a number or a tensor with one element, 0 or more. A tensor on an accelerator
