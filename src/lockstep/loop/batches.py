@@ -49,8 +49,8 @@ def batches(
     :func:`mean_over_ranks` leave its rank out. ``param.grad`` is the mean over the ranks that have batches left; with
     :func:`lockstep.accumulate` it is weighted. If the body sums losses or rows itself, it has to check ``is_padding``.
 
-    Loops may be nested. A batch counts if its rank has a batch in each of the loops. If a loader has no length on some
-    rank, its loop must be the innermost.
+    Loops may be nested. A batch counts if its rank has a batch in each of the loops over its group. If a loader has no
+    length on some rank, its loop must be the innermost.
 
     Use it for training. Under ``torch.no_grad()`` it yields the loader's batches unchanged, so that evaluation neither
     pads nor drops a sample.
