@@ -45,9 +45,10 @@ def batches(
     """Return the batches of a loader, the same number on every rank: a rank that has run out repeats its last batch.
 
     All ranks run the loop's body equally often. A repeated batch is a *padding batch*: it changes no gradient and no
-    buffer, and :func:`lockstep.mean` gives it no weight; :class:`lockstep.local.SyncBatchNorm`, :func:`gather_rows` and
-    :func:`mean_over_ranks` leave its rank out. ``param.grad`` is the mean over the ranks that have batches left; with
-    :func:`lockstep.accumulate` it is weighted. If the body sums losses or rows itself, it has to check ``is_padding``.
+    buffer, and :func:`lockstep.mean` gives it no weight; :class:`lockstep.local.SyncBatchNorm`,
+    :func:`lockstep.loop.gather_rows` and :func:`lockstep.loop.mean_over_ranks` leave its rank out. ``param.grad`` is
+    the mean over the ranks that have batches left; with :func:`lockstep.accumulate` it is weighted. If the body sums
+    losses or rows itself, it has to check ``is_padding``.
 
     Loops may be nested. A batch counts if its rank has a batch in each of the loops over its group. If a loader has no
     length on some rank, its loop must be the innermost.
