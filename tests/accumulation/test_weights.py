@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fractions
 import math
@@ -288,3 +289,32 @@ def test_a_micro_batch_without_a_weight_on_one_rank_is_told_to_the_others(rank):
     with pytest.raises(kind):
         weighted(rank, model, [(1.0, 1), (1.0, None if rank.rank == 1 else 1)])
     assert weighted(rank, model, [(6.0, 1), (6.0, 2)]) == 4.0
+
+
+BLOCKS = {"of both": (0, 1), "of both, the one inside first": (1, 0), "of the one around": (0,)}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+@on_ranks(2)
+def test_a_module_that_is_replicated_inside_of_another_one_needs_a_weight(rank, blocks):
+    plain = rank.make(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    model = copy.deepcopy(plain)
+    both = model, model[2]
+    for each in reversed(both):
+        lockstep.replicate(each, process_group=rank.group)
+    rows = [torch.full((number + 2, 3), 1.0 + number).double() for number in range(2)]
+
+    def step():
+        with contextlib.ExitStack() as stack:
+            for number in blocks:
+                stack.enter_context(lockstep.accumulate(both[number], weight=len(rows[rank.rank])))
+            model(rows[rank.rank]).square().sum().backward()
+
+    if len(blocks) == 1:
+        with pytest.raises(OptionError, match="replicated by itself inside"):
+            step()
+        return
+    step()
+    (plain(torch.cat(rows)).square().sum() / 5).backward()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)

@@ -90,11 +90,11 @@ def first_gives_up_first(rank, port):
     be_launched(rank, port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     ring.LOOK_SECONDS = 0.05 if rank.rank == 0 else 1.0  # the other one looks after rank 0 has given up
-    with lockstep.session(timeout=1.0 if rank.rank == 0 else 20.0):
+    with lockstep.session(timeout=3.0 if rank.rank == 0 else 20.0):
         pass
 
 
 def test_a_rank_that_never_comes_is_named_although_the_store_ends_with_rank_0():
     first, _, last = run_processes(3, first_gives_up_first, free_port(), errors=True)
     for each in (first, last):
-        assert str(each.error).startswith("rank 1 of 3 did not come within 1 s"), each
+        assert str(each.error).startswith("rank 1 of 3 did not come within 3 s"), each

@@ -1,12 +1,12 @@
 """Gradient accumulation over micro-batches, and means over tokens instead of over ranks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.nn import Module
 
-from lockstep.distributed.replication.replication import replication_of
+from lockstep.distributed.replication.replication import replication_of, replications, replications_in
 from lockstep.errors import OptionError
 
 
@@ -21,7 +21,7 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`. One inside of
-            it that is replicated by itself needs a block of its own, around the same backward.
+            it that is replicated by itself needs a block of its own, with the same backward.
         last: True if the backward pass inside synchronises.
         weight: The number of tokens (or rows) in this rank's loss inside the block, over all its backward passes, or
             the sum of their class weights: a number or a tensor with one element, 0 or more. A tensor on an accelerator
@@ -38,8 +38,9 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
     Raises:
         OptionError: A weight is negative or not finite (raised at once). A weight is missing on some rank (raised on
             every rank). A weight is missing in some micro-batch, there were gradients when the first block began, they
-            were changed since or are not complete, or the module has changed (raised at the end of the backward that
-            synchronises, on that rank; other ranks raise ``PeerError``).
+            were changed since or are not complete, the module has changed, or a module inside that is replicated by
+            itself has no weight (raised at the end of the backward that synchronises, on that rank; other ranks raise
+            ``PeerError``).
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep
@@ -58,5 +59,10 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
         weight = float(weight)
         if not 0 <= weight < float("inf"):
             raise OptionError(f"accumulate() got a weight of {weight}; expected a finite number, 0 or more")
-    with replication.accumulating(last, weight):
+    with ExitStack() as stack:
+        if weight is not None and len(list(replications())) > 1:
+            for _, inner in replications_in(module):
+                if inner is not replication:
+                    stack.enter_context(inner.needing_weight())
+        stack.enter_context(replication.accumulating(last, weight))
         yield

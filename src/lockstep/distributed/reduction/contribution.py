@@ -22,6 +22,12 @@ _NO_WEIGHT = (
 )
 
 
+_INSIDE = (
+    "this module is replicated by itself inside of one whose block of accumulate() has a weight, and has none, so its "
+    "gradients would not be divided by that; put the same backward into a block of accumulate() of this module, too"
+)
+
+
 _AFTER_ROUND = (
     "a backward pass follows the one that has synchronised in the same block of accumulate(weight=...), whose weight "
     "is used up; put all but the last backward of a block under no_sync(), or each into a block of its own, with "
@@ -79,6 +85,8 @@ class Contribution:
         """The weights of its blocks; empty if the micro-batches have none: no window is open."""
         self.problem = ""
         """The reason why this rank's part in the next round has to fail, or an empty text."""
+        self.needs_weight = False
+        """True inside of a block with a weight of a module around this one."""
         self._blocks = 0  # number of blocks under way
         self._passes = 0
         self._lost = 0  # number of passes that have failed without reaching the module
@@ -177,7 +185,9 @@ class Contribution:
                 if number < len(used):
                     used[number] = 1
         self._passes += 1
-        if self.weights and not self._blocks:
+        if self.needs_weight and not self._blocks:
+            self.fail(_INSIDE)
+        elif self.weights and not self._blocks:
             self.fail(_NO_WEIGHT)
         elif self._blocks and not self.weights:
             self.fail(_AFTER_ROUND)

@@ -276,6 +276,16 @@ class ReducerReplication(Replication):
             with nullcontext() if weight is None else rank_state.weighing(weight):
                 yield
 
+    @contextmanager
+    def needing_weight(self) -> Iterator[None]:
+        """See :class:`Replication`."""
+        contribution = self.started_reducer.rank_state.contribution
+        before, contribution.needs_weight = contribution.needs_weight, True
+        try:
+            yield
+        finally:
+            contribution.needs_weight = before
+
     @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """See :class:`Replication`."""

@@ -13,7 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -206,6 +206,10 @@ class Replication(ABC):
     @abstractmethod
     def accumulating(self, last: bool, weight: float | None) -> AbstractContextManager[None]:
         """See :func:`lockstep.loop.accumulate`."""
+
+    def needing_weight(self) -> AbstractContextManager[None]:
+        """Run a block with a weight of a module around this one, in which this one has to have a weight as well."""
+        return nullcontext()
 
     @property
     def started(self) -> Collectives | None:
