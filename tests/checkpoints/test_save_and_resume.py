@@ -29,6 +29,7 @@ from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.resuming import Resuming
 from lockstep.checkpoints.saving import Saving
 from lockstep.checkpoints.streams import read_streams, set_streams
+from lockstep.distributed.replication.replication import replications_in
 from lockstep.errors import AgreementError, CheckpointError
 from programs.ranks import on_ranks
 from threaded import run_ranks
@@ -108,6 +109,7 @@ def keep_own(rank, folder, given, resumed):
     ddp = lockstep.DistributedDataParallel(model, **options)
     nn.init.constant_(model[1].running_mean, rank.rank)
     of = {"wrapper": ddp, "module": model, "holder": nn.ModuleList([ddp])}
+    assert [name for name, _ in replications_in(of[given])] == ["0" if given == "holder" else ""]
     if given != "holder":  # which has no group, and there is no default one
         lockstep.check_in_sync(of[given])
     lockstep.save(folder, group=rank.group, model=of[given], mine=per_rank([rank.rank]), generator=rank.generator())

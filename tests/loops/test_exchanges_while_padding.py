@@ -124,6 +124,19 @@ def test_a_normalisation_over_another_group_than_the_loop(rank):
         torch.testing.assert_close(found, wanted)
 
 
+def fails_after_the_loop(rank):
+    with lockstep.session() as run:
+        model = lockstep.replicate(nn.Linear(3, 4).double())
+        for x in run.batches(BATCHES[run.rank]):
+            gather_rows(model(x), model).rows.sum().backward()
+        raise ValueError("evaluation")
+
+
+def test_an_error_after_the_loop_has_nothing_to_do_with_it():
+    for each in run_processes(2, fails_after_the_loop, launched=True, errors=True):
+        assert "rows[own]" not in str(each.error.__cause__)
+
+
 def compares_what_it_passed(rank):
     with lockstep.session() as run:
         model = lockstep.replicate(nn.Linear(3, 4).double())

@@ -172,7 +172,9 @@ class Batches(Generic[B]):
     def _note_place(self, words: str) -> None:
         for each in self._schedulers:
             outer = IN_LOOP if each.decisions.batch else ""
-            state_of(each.decisions.group).in_loop = words or outer
+            state = state_of(each.decisions.group)
+            state.in_loop = words or outer
+            state.has_no_rows = state.has_no_rows and bool(words)
 
     def _note_padding(self, is_padding: bool) -> None:
         self._is_padding = is_padding

@@ -25,7 +25,7 @@ from lockstep.distributed.comm.group_state import leave_companions, state_of
 from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.replication.training_alone import training_alone
-from lockstep.errors import OptionError
+from lockstep.errors import LockstepError, OptionError
 from lockstep.failures.channel import LINK_SECONDS
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
@@ -349,7 +349,7 @@ class Session:
     def _end(self, error: BaseException | None, values: ValuesAtEnd | None) -> None:
         if error is None:
             self.progress.current_phase = Phase.TEAR_DOWN
-        elif state_of(self.group).has_no_rows:
+        elif state_of(self.group).has_no_rows and not isinstance(error, LockstepError):
             error.add_note(_NO_ROWS)
         stopped = self._decisions is not None and self._decisions.should_stop
         # Before the handlers are restored: the launcher ends this rank as soon as it has noticed one that failed.
