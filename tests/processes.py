@@ -27,7 +27,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -119,6 +119,16 @@ def on_processes(world: int | None, *parameters: str, raises: Any = None, says: 
     from programs.ranks import called_by
 
     return called_by(run_processes, world, parameters, raises, says, options)
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of loopback for a store that a rank is to host. Nobody listens there, and meanwhile the system gives it to
+    no connection as its own, at which the store could not listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def be_launched(rank: Rank, port: int) -> None:

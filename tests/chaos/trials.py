@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -51,7 +50,12 @@ def run_trial(plan: Plan) -> Trial:
 
 
 def _run(plan: Plan, folder: Path) -> list[int | None]:
-    port, store = _free_port(), None
+    with processes.held_port() as port:
+        return _run_at(port, plan, folder)
+
+
+def _run_at(port: int, plan: Plan, folder: Path) -> list[int | None]:
+    store = None
     if plan.launcher_has_store:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = store.port
@@ -160,11 +164,6 @@ def _shared_memory() -> set[str]:
     run here, tests among them, make these."""
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     return {name for name in names if not name.startswith(("sem.mp-", "lockstep-"))}
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 # ------------------------------------------------------------------------------------------- plans

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,12 +15,13 @@ from lockstep.errors import CommunicationError
 from lockstep.failures import ring
 from lockstep.session import meeting
 from lockstep.session.environment import Environment
-from processes import be_launched, run_processes
+from processes import be_launched, held_port, run_processes
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+@pytest.fixture
+def port():
+    with held_port() as port:
+        yield port
 
 
 def of_two(rank, port, address="127.0.0.1", **more):
@@ -32,7 +32,7 @@ def store_of(environment):
     return meeting._connect(environment, timedelta(seconds=40))
 
 
-def test_pytorchs_attempts_to_connect_end_with_the_time_out(monkeypatch):
+def test_pytorchs_attempts_to_connect_end_with_the_time_out(port, monkeypatch):
     """Where nobody listens, PyTorch tries for twice as long as it is told, on a thread that nothing can end."""
     asked = []
 
@@ -41,7 +41,7 @@ def test_pytorchs_attempts_to_connect_end_with_the_time_out(monkeypatch):
         return dist.TCPStore(*args, timeout=timeout, **options)
 
     monkeypatch.setattr(meeting, "TCPStore", store)
-    made = store_of(of_two(0, free_port()))
+    made = store_of(of_two(0, port))
     assert asked == [timedelta(seconds=20)]
     assert made.timeout == timedelta(seconds=40)
 
@@ -72,9 +72,8 @@ def test_two_sessions_of_a_process_share_a_store():
     assert store_of(of_two(0, store.port)).get("key") == b"value"
 
 
-def test_a_rank_that_waits_for_the_store_names_it(monkeypatch, caplog):
+def test_a_rank_that_waits_for_the_store_names_it(port, monkeypatch, caplog):
     monkeypatch.setattr(telling, "FIRST_SECONDS", 0.1)
-    port = free_port()
     with pytest.raises(CommunicationError, match="rank 0 of 2, at whose store"):
         meeting._wait_for_store(of_two(1, port), 0.5)
     (told,) = caplog.messages
@@ -94,7 +93,7 @@ def first_gives_up_first(rank, port):
         pass
 
 
-def test_a_rank_that_never_comes_is_named_although_the_store_ends_with_rank_0():
-    first, _, last = run_processes(3, first_gives_up_first, free_port(), errors=True)
+def test_a_rank_that_never_comes_is_named_although_the_store_ends_with_rank_0(port):
+    first, _, last = run_processes(3, first_gives_up_first, port, errors=True)
     for each in (first, last):
         assert str(each.error).startswith("rank 1 of 3 did not come within 3 s"), each
