@@ -8,6 +8,7 @@ from torch import nn
 
 import lockstep
 from ddp_reference import both, ddp_class
+from lockstep.errors import OptionError
 from processes import on_processes
 from programs.networks import Applying
 from programs.ranks import scalars
@@ -107,3 +108,13 @@ def test_optimizers_in_hooks_step_on_a_rank_that_has_run_out_too(rank):
                 ddp(x_of(rank)).sum().backward()
     assert rank.all_equal(ddp.module.weight)
     assert rank.all_equal(optimizer.state[ddp.module.weight]["momentum_buffer"])
+
+
+@on_processes(2)
+def test_skip_on_is_refused_in_join_before_a_rank_waits_for_one_that_fails(rank):
+    ddp = lockstep.DistributedDataParallel(one_weight())
+    with pytest.raises(OptionError, match=r"lockstep\.batches"), ddp.join(), lockstep.loop.skip_on(ValueError):
+        ddp(x_of(rank)).sum().backward()
+    with lockstep.loop.skip_on(ValueError):
+        ddp(x_of(rank)).sum().backward()
+    assert not lockstep.loop.skipped(ddp)

@@ -13,6 +13,7 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
 from lockstep.distributed.reduction.report.decisions import Decisions, decisions_of
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
+from lockstep.distributed.replication.join import is_in_join
 from lockstep.distributed.replication.reducer_replication import rounds_of
 from lockstep.errors import OptionError
 from lockstep.phases import Phases
@@ -153,7 +154,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
         group: The ranks; the default group if None.
 
     Raises :class:`OptionError` if the block ends between the micro-batches of a step, outside of their
-    :func:`accumulate` or ``no_sync()``.
+    :func:`accumulate` or ``no_sync()``; and inside of ``join()``, on all ranks that have a batch.
 
     If a batch is skipped, communicates what :func:`skip_batch` does; otherwise nothing. Copies the buffers of all
     modules on the group each time.
@@ -169,6 +170,11 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
     """
     kinds = errors or (torch.OutOfMemoryError,)
     schedulers = _schedulers(modules, group, "skip_on")
+    if any(is_in_join(module) for scheduler in schedulers for module in scheduler.modules):
+        raise OptionError(
+            "skip_on() is inside of join(), where each forward tells the other ranks that a batch begins: they would "
+            "wait for a rank that fails before its forward. Iterate over lockstep.batches() in place of join()"
+        )
     kept, failed = [scheduler.keep_buffers() for scheduler in schedulers], False
     with ExitStack() as stack:
         for scheduler in schedulers:
