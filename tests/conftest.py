@@ -67,7 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if (cache := getattr(config, "cache", None)) is not None:
         os.environ.setdefault("LOCKSTEP_SIM_CACHE", str(cache.mkdir("sim")))
         os.environ.setdefault("LOCKSTEP_TEST_TURNS", str(cache.mkdir("turns")))
-    config.stash[_backend] = simulator.load(DEVICES)
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        # Its workers load the backend; it is compiled while they start, and import PyTorch.
+        threading.Thread(target=simulator.build).start()
+    else:
+        config.stash[_backend] = simulator.load(DEVICES)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,7 +98,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    backend = config.stash[_backend]
+    backend = config.stash.get(_backend, None)
     return f"simulated accelerators: {f'none, {backend}' if isinstance(backend, str) else DEVICES}"
 
 

@@ -1,8 +1,8 @@
 """Simulated accelerators: several devices `sim:0`, `sim:1`, ... on a machine that has none.
 
-`load()` builds backend.cpp, a PyTorch backend, with the machine's C++ compiler (once: the result is kept in
-a cache folder) and registers it. From then on `sim` is a device type like `cuda`, torch.accelerator speaks
-for it, and `torch.sim` (device.py) is its module. Memory is host memory with a tag, and operators run on
+`load()` builds a PyTorch backend from the .cpp files beside, with the machine's C++ compiler (once: the result is
+kept in a cache folder), and registers it. From then on `sim` is a device type like `cuda`, torch.accelerator
+speaks for it, and `torch.sim` (device.py) is its module. Memory is host memory with a tag, and operators run on
 the CPU at once. What that does show:
 
 - placement: operators refuse tensors of different devices with PyTorch's own message, allocation fails
@@ -32,6 +32,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import os
 import shutil
@@ -65,8 +66,8 @@ __all__ = [
     "stream_log",
 ]
 
-_SOURCE = Path(__file__).with_name("backend.cpp")
-_FLAGS = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w"]
+_SOURCES = [Path(__file__).with_name(name) for name in ("backend.h", "backend.cpp", "collectives.cpp")]
+_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w"]
 _FAULTS = ["none", "flip", "zero", "stale"]  # in the order of backend.cpp
 _ACTIONS = ["record", "wait", "set", "sync stream", "sync device", "sync event", "use", "copy"]  # likewise
 
@@ -91,8 +92,7 @@ def load(devices: int = 8, cache: Path | str | None = None) -> types.ModuleType 
     if accelerator is not None:
         return f"this machine has an accelerator ({accelerator.type}); PyTorch knows one kind at a time"
 
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep-sim"
-    built = _build(Path(cache or os.environ.get("LOCKSTEP_SIM_CACHE", default)))
+    built = build(cache)
     if isinstance(built, str):
         return built
     torch.utils.rename_privateuse1_backend("sim")
@@ -123,35 +123,46 @@ def _start_autograd() -> None:
     atexit.register(time.sleep, 0.1)
 
 
-def _build(cache: Path) -> Path | str:
-    """The compiled backend in `cache`, or the reason why it cannot be compiled."""
+def build(cache: Path | str | None = None) -> Path | str:
+    """The compiled backend, or the reason why it cannot be compiled. One process compiles it, and others wait."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep-sim"
+    cache = Path(cache or os.environ.get("LOCKSTEP_SIM_CACHE", default))
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         return "no C++ compiler to build the simulated accelerators with (g++)"
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    key = hashlib.sha256(_SOURCE.read_bytes())
+    key = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES))
     key.update("\0".join([torch.__version__, torch.__file__, compiler, abi, *_FLAGS]).encode())
     library = cache / f"sim-{key.hexdigest()[:16]}.so"
-    if library.exists():
-        return library
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with open(cache / "building", "w") as building:
+            fcntl.flock(building, fcntl.LOCK_EX)
+            reason = "" if library.exists() else _compile([compiler, *_FLAGS, abi], library)
+    except OSError as error:
+        return f"the simulated accelerators cannot be built here: {error}"
+    return reason or library
+
+
+def _compile(compiler: list[str], library: Path) -> str:
+    """Compile the files side by side, and link them; return an empty text, or the reason why that cannot be."""
     from torch.utils import cpp_extension  # where it is needed: a build of PyTorch for CUDA writes of what it finds
 
     lib = Path(torch.__file__).parent / "lib"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            unfinished = Path(scratch) / library.name
-            command = [compiler, *_FLAGS, abi, str(_SOURCE), "-o", str(unfinished)]
-            command += [f"-I{folder}" for folder in cpp_extension.include_paths()]
-            command += [f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10"]
-            run = subprocess.run(command, capture_output=True, text=True, check=False)
-            if run.returncode:
-                errors = [line for line in run.stderr.splitlines() if "error" in line]
-                return f"the simulated accelerators do not compile here: {(errors or ['no message'])[0]}"
-            os.replace(unfinished, library)  # whole or not at all, also beside another session
-    except OSError as error:
-        return f"the simulated accelerators cannot be built here: {error}"
-    return library
+    include = [f"-I{folder}" for folder in cpp_extension.include_paths()]
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        unfinished = Path(scratch) / library.name
+        objects = {str(unfinished.with_name(f"{each.stem}.o")): str(each) for each in _SOURCES if each.suffix == ".cpp"}
+        commands = [[*compiler, *include, "-c", source, "-o", made] for made, source in objects.items()]
+        link = [*compiler, "-shared", *objects, "-o", str(unfinished), f"-L{lib}", "-ltorch", "-ltorch_cpu", "-lc10"]
+        for together in (commands, [link]):
+            runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in together]
+            for run, said in [(run, run.communicate()[1]) for run in runs]:
+                if run.returncode:
+                    errors = [line for line in said.splitlines() if "error" in line]
+                    return f"the simulated accelerators do not compile here: {(errors or ['no message'])[0]}"
+        os.replace(unfinished, library)  # whole or not at all
+    return ""
 
 
 def devices(n: int | None = None) -> list[torch.device]:

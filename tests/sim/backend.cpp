@@ -5,19 +5,27 @@
 // devices are refused, results land on the device of the operands, copies between devices are counted.
 //
 // Sections: state and counters, memory, random numbers, streams and the current device, hooks,
-// tensors without a kernel of their own, copies, the fallback, collectives, kernels the CPU does not have,
+// tensors without a kernel of their own, copies, the fallback, kernels the CPU does not have,
 // autocast, registrations, and what Python reads and sets (the operators lockstep_sim::*).
+
+#define AT_PER_OPERATOR_HEADERS  // all of them would take half as long as this file
+
+#include "backend.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/op_registration/adaption.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
 #include <atomic>
@@ -38,20 +46,11 @@ TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
 TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& arg, DeviceType device_type);
 }  // namespace at::autocast
 
-extern "C" {  // of Python, whose headers the rest of this file does without
-int PyGILState_Check();
-void* PyEval_SaveThread();
-void PyEval_RestoreThread(void*);
-}
-
-namespace {
+namespace sim {
 
 using at::IntArrayRef;
-using at::Tensor;
-using c10::Device;
 using c10::DeviceIndex;
 using std::optional;
-using torch::jit::Stack;
 
 // ---------------------------------------------------------------- state and counters
 
@@ -110,6 +109,7 @@ struct Books {
   }
 };
 Books& books = *new Books;  // never destroyed, like Memory below: other threads may outlive the statics
+void count_launch(const Tensor& t) { books.launched(place(t)); }
 
 // What a direct copy between two devices delivers (the values of sim.break_peer_copies).
 enum Fault { kHealthy, kFlip, kZero, kStale };
@@ -392,7 +392,6 @@ Tensor& set_tensor(Tensor& x, const Tensor& source) {
   return set_storage_offset(x, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-// The same memory, seen as a CPU tensor. It keeps the device storage alive.
 Tensor host_view(const Tensor& x) {
   if (!is_sim(x)) return x;
   const auto& storage = x.storage();
@@ -449,9 +448,6 @@ void record_stream(Tensor&, c10::Stream s) { books.note(kUse, s.device_index(), 
 
 // ---------------------------------------------------------------- the fallback
 
-using PerTensor = std::function<Tensor(const Tensor&, size_t)>;  // a tensor and its place in its list
-
-// Apply `f` to every tensor of an argument or result.
 c10::IValue transform(const c10::IValue& v, const PerTensor& f) {
   if (v.isList() && v.toListRef().size() && v.toListRef()[0].isTensorList()) {  // Tensor[][], in collectives
     c10::impl::GenericList out(v.toList().elementType());
@@ -558,137 +554,6 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
       }
       return to_device(r, placement.of(position));
     });
-  }
-}
-
-// ---------------------------------------------------------------- collectives
-
-// A collective runs on the CPU backend of its group, on copies in host memory. As on a real accelerator its results
-// are there once its work has been waited for, and not before: until then they are NaN (integers are inverted).
-// A future of a group that is called NCCL is done at once, as there, where everything goes in the order of streams; one
-// of Gloo is done when a thread of Gloo's says so.
-struct Staged { Tensor tensor, copy; bool written; };
-
-Tensor original(const std::vector<Staged>& staged, const Tensor& copy) {
-  for (const auto& each : staged) {
-    if (each.copy.is_same(copy)) return each.tensor;
-  }
-  return copy;
-}
-
-// Lets other ranks, where they are threads, run Python meanwhile.
-struct WithoutGil {
-  void* thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
-  ~WithoutGil() {
-    if (thread) PyEval_RestoreThread(thread);
-  }
-};
-
-struct SimWork final : c10d::Work {
-  c10::intrusive_ptr<c10d::Work> inner;
-  std::vector<Staged> staged;
-  std::once_flag arrived;
-  bool in_stream_order;
-  SimWork(c10::intrusive_ptr<c10d::Work> work, std::vector<Staged> tensors, bool in_stream_order)
-      : inner(std::move(work)), staged(std::move(tensors)), in_stream_order(in_stream_order) {}
-
-  void arrive() {
-    std::call_once(arrived, [this] {
-      for (const auto& each : staged) {
-        if (each.written) host_view(each.tensor).copy_(each.copy);
-      }
-    });
-  }
-  bool wait(std::chrono::milliseconds timeout) override {
-    const bool done = inner->wait(timeout);
-    arrive();
-    return done;
-  }
-  void synchronize() override { wait(kNoTimeout); }
-  bool isCompleted() override { return inner->isCompleted(); }
-  bool isSuccess() const override { return inner->isSuccess(); }
-  std::exception_ptr exception() const override { return inner->exception(); }
-  int sourceRank() const override { return inner->sourceRank(); }
-  void abort() override { inner->abort(); }
-  std::vector<Tensor> result() override {
-    auto tensors = inner->result();
-    for (auto& t : tensors) t = original(staged, t);
-    return tensors;
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    if (in_stream_order) {
-      WithoutGil released;
-      inner->wait(kNoTimeout);
-    }
-    auto theirs = inner->getFuture();
-    auto mine = c10::make_intrusive<c10::ivalue::Future>(theirs->elementType(),
-                                                         std::vector<Device>{staged.at(0).tensor.device()});
-    theirs->addCallback([mine, self = c10::intrusive_ptr<SimWork>::reclaim_copy(this)](c10::ivalue::Future& done) {
-      if (done.hasError()) return mine->setError(done.exception_ptr());
-      self->arrive();
-      mine->markCompleted(transform(done.constValue(), [&](const Tensor& t, size_t) { return original(self->staged, t); }));
-    });
-    return mine;
-  }
-};
-
-// All bits of a float set are a NaN; other types get values that they had not.
-void spoil(const Tensor& t) {
-  if (t.is_floating_point() || t.is_complex()) t.fill_(std::numeric_limits<double>::quiet_NaN());
-  else t.bitwise_not_();
-}
-
-void run_collective(const c10::OperatorHandle& op, Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  const size_t begin = stack->size() - arguments.size();
-  const bool sends = op.operator_name().name == "c10d::send";
-  std::vector<Staged> staged;
-  bool in_stream_order = false;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].name() == "process_group") {
-      const auto group = (*stack)[begin + i].toCustomClass<c10d::ProcessGroup>();
-      in_stream_order = group->getBackendType() == c10d::ProcessGroup::BackendType::NCCL;
-    }
-    const bool written = !sends && arguments[i].name().rfind("input", 0) != 0;
-    (*stack)[begin + i] = transform((*stack)[begin + i], [&](const Tensor& t, size_t) {
-      if (!is_sim(t)) return t;
-      staged.push_back({t, host_view(t).clone(), written});
-      return staged.back().copy;
-    });
-  }
-  TORCH_CHECK(!staged.empty(), "sim error: ", op.operator_name(), " was called without a tensor on a device");
-  books.launched(place(staged[0].tensor));
-
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-
-  for (const auto& each : staged) {
-    if (each.written) spoil(host_view(each.tensor));
-  }
-  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
-    auto& result = (*stack)[i];
-    if (result.isCustomClass()) {
-      auto work = c10::make_intrusive<SimWork>(result.toCustomClass<c10d::Work>(), staged, in_stream_order);
-      result = c10::intrusive_ptr<c10d::Work>(std::move(work));
-    } else {
-      result = transform(result, [&](const Tensor& t, size_t) { return original(staged, t); });
-    }
-  }
-}
-
-// PyTorch has kernels for these already, which ask the group for a backend of the device. Whoever puts others in
-// their place is warned, which is not for those who run tests.
-void register_collectives() {
-  struct : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  } silent;
-  c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  static auto* library =
-      new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  for (const char* name :
-       {"allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_",
-        "allreduce_coalesced_", "alltoall_", "alltoall_base_", "barrier", "broadcast_", "gather_", "recv_", "reduce_",
-        "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "scatter_", "send"}) {
-    library->impl(name, torch::CppFunction::makeFromBoxedFunction<&run_collective>());
   }
 }
 
@@ -924,4 +789,4 @@ TORCH_LIBRARY(lockstep_sim, m) {
   });
 }
 
-}  // namespace
+}  // namespace sim

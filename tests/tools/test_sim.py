@@ -733,12 +733,12 @@ def test_loading_twice(sim):
 def test_reasons_for_not_building(monkeypatch, tmp_path):
     broken = tmp_path / "broken.cpp"
     broken.write_text("int main() { return nothing; }\n")
-    monkeypatch.setattr(simulator, "_SOURCE", broken)
-    assert "do not compile here: " in simulator._build(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert "cannot be built here: " in simulator._build(broken)
+    monkeypatch.setattr(simulator, "_SOURCES", [broken])
+    assert "do not compile here: " in simulator.build(tmp_path / "cache")
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == ["building"]
+    assert "cannot be built here: " in simulator.build(broken)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no C++ compiler" in simulator._build(tmp_path / "cache")
+    assert "no C++ compiler" in simulator.build(tmp_path / "cache")
 
 
 def test_another_process_takes_the_built_backend():
