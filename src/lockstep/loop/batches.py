@@ -72,8 +72,9 @@ def batches(
 
     Raises:
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
-            fewer or more batches than its length. The loop is inside of a loop whose loader has no length on some rank
-            (on every rank).
+            fewer or more batches than its length. At a padding batch, backward reaches a module over another group that
+            is not named (the other ranks of that group raise ``PeerError``). The loop is inside of a loop whose loader
+            has no length on some rank (on every rank).
         PeerError: A rank has skipped a batch alone, by ``continue`` without :func:`lockstep.loop.skip_batch` (on every
             rank, in the next backward).
         CommunicationError: There is no group, or a rank does not answer.

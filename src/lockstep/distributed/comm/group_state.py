@@ -131,11 +131,6 @@ def shared_object(kind: Callable[[Any], T], group: Group | None) -> T:
         return found
 
 
-def shared_objects(kind: type[T]) -> list[T]:
-    """Return the objects of a class that there are, of all groups."""
-    return [found for state in list(_states.values()) if (found := state.shared.get(kind)) is not None]
-
-
 def watch_group(group: Group, watcher: Watcher) -> None:
     """Let waits for this group's collectives ask ``watcher`` for failures from now on."""
     state_of(group).watcher = watcher

@@ -66,6 +66,7 @@ from lockstep.distributed.reduction.module.managed_parameters import (
 )
 from lockstep.distributed.reduction.module.selection import APPLIED_IN_BACKWARD, check_optimizers
 from lockstep.distributed.reduction.rank_state import RankState
+from lockstep.distributed.reduction.report.decisions import at_padding
 from lockstep.distributed.reduction.report.pass_log import ForwardMark
 from lockstep.distributed.reduction.report.status import Part
 from lockstep.distributed.reduction.round import Round
@@ -416,6 +417,12 @@ class Reducer:
         try:
             if self.rank_state.contribution.problem:
                 raise OptionError(self.rank_state.contribution.problem)
+            if at_padding and part is Part.FULL and self.decisions.pads_elsewhere:
+                raise OptionError(
+                    f"rank {self.collectives.global_rank} has run out of batches in a loop over batches() that does "
+                    "not serve this module, which is replicated over another process group: its repeated rows would "
+                    "count. Name all modules that the loop trains: lockstep.batches(loader, model, other)"
+                )
             if self._members.layouts.changed():  # once the report has left, the other ranks could not be told
                 self._members.check_layouts()
             current.launch_rest(self.rank_state.status(current.number, part, step.called, step.differs))

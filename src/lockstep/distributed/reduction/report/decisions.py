@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lockstep.distributed.comm.group_state import shared_object, shared_objects, state_of
+from lockstep.distributed.comm.group_state import shared_object, state_of
 from lockstep.distributed.comm.groups import Group, is_registered
 from lockstep.distributed.reduction.report.verdict import LoopVerdict
 from lockstep.errors import OptionError, ShareError
@@ -80,6 +80,10 @@ class Loop:
         return self._active is None or self._active.now is None or rank in self._active.now
 
 
+at_padding: "list[Decisions]" = []
+"""Those whose rank is at a padding batch, once for each such loop. Mostly empty: then a step looks no further."""
+
+
 class Decisions:
     """The state of this rank's loops over one group, as it tells the other ranks, and what they have told."""
 
@@ -89,7 +93,6 @@ class Decisions:
         self._loops = [Loop()]  # from the outermost; the first stands for code outside of batches()
         self.innermost = self._loops[0]
         """The loop that rounds belong to."""
-        self._padding: list[object] = []
         self.shares: list[int] = []
         """The shares of a batch that the rank is in."""
         self._requests: list[Callable[[], object]] = []
@@ -164,12 +167,11 @@ class Decisions:
     @contextmanager
     def padding(self) -> Iterator[None]:
         """Run code as a rank that has run out of batches: it contributes nothing."""
-        token = object()
-        self._padding.append(token)
+        at_padding.append(self)
         try:
             yield
         finally:
-            self._padding.remove(token)
+            at_padding.remove(self)
 
     @contextmanager
     def inside_share(self, share: int) -> Iterator[None]:
@@ -193,14 +195,20 @@ class Decisions:
     @property
     def is_padding(self) -> bool:
         """True if the rank contributes nothing with the current batch."""
-        return bool(self._padding)
+        return self in at_padding
 
     @property
     def counts_nothing(self) -> bool:
         """True if the rank is at a padding batch of a loop over this group or, where there is no loop over it, over any
         other: what it tells the ranks of this one counts nothing, as those of one host that normalise together."""
-        others = shared_objects(Decisions) if not self.batch and is_registered(self.group) else ()
-        return self.is_padding or any(each.is_padding and is_registered(each.group) for each in others)
+        return self.is_padding or self.pads_elsewhere
+
+    @property
+    def pads_elsewhere(self) -> bool:
+        """True if the rank is in no loop over this group, and at a padding batch of one over another."""
+        if self.batch or not is_registered(self.group):
+            return False
+        return any(each is not self and is_registered(each.group) for each in at_padding)
 
     def skip_in_next_round(self) -> None:
         """Skip the batch in the next round, which has other micro-batches as well."""

@@ -1,0 +1,44 @@
+"""Loops and batches that are left out over one process group, where a module is replicated over another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.errors import OptionError, PeerError
+from processes import on_processes
+from programs.ranks import replicated, scalars_of
+from small_modules import one_weight
+
+
+def over_another_group(rank):
+    return lockstep.replicate(rank.make(one_weight), process_group=dist.new_group())
+
+
+@on_processes(2)
+def test_a_rank_that_has_run_out_does_not_count_for_a_module_that_the_loop_does_not_serve(rank):
+    model = over_another_group(rank)
+    error = {0: (OptionError, r"lockstep.batches\(loader, model, other\)"), 1: (PeerError, "rank 0")}[rank.rank]
+    taken = []
+    with pytest.raises(error[0], match=error[1]):
+        for number in lockstep.batches(range(1 + rank.rank)):
+            model.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            taken.append(number)
+    assert taken == [0]
+    assert model.weight.grad is None
+    loop = lockstep.batches(range(1 + rank.rank), model)
+    assert [scalars_of(model, loss=model(torch.ones(1, 1)).sum() * (1 + rank.rank)) for _ in loop] == [[1.5], [2.0]]
+
+
+@on_processes(2)
+def test_loops_of_modules_over_different_groups_count_each_for_its_own(rank):
+    of_all, other = replicated(rank), over_another_group(rank)
+    seen = []
+    for _ in lockstep.batches(range(1 + rank.rank)):
+        outer = scalars_of(of_all, loss=of_all(torch.ones(1, 1)).sum() * (1 + rank.rank))
+        inner = lockstep.batches(range(1), other)
+        seen += [(outer, scalars_of(other, loss=other(torch.ones(1, 1)).sum() * (1 + rank.rank))) for _ in inner]
+    assert seen == [([1.5], [1.5]), ([2.0], [1.5])]
