@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
 from processes import on_processes
-from programs.ranks import replicated, scalars_of
+from programs.ranks import replicated, rows, scalars_of
 from small_modules import one_weight
 
 
@@ -42,3 +43,18 @@ def test_loops_of_modules_over_different_groups_count_each_for_its_own(rank):
         inner = lockstep.batches(range(1), other)
         seen += [(outer, scalars_of(other, loss=other(torch.ones(1, 1)).sum() * (1 + rank.rank))) for _ in inner]
     assert seen == [([1.5], [1.5]), ([2.0], [1.5])]
+
+
+@pytest.mark.parametrize("shares", [None, 2])
+@on_processes(2, raises=OptionError, says=["skip_on() has nothing to leave out", "skip_on(..., modules=[model])"])
+def test_a_batch_that_no_module_leaves_out_is_an_error_on_all_ranks(rank, shares):
+    model = nn.Linear(3, 1).double()
+    lockstep.replicate(model, **({"shares": shares} if shares else {"process_group": dist.new_group()}))
+    with lockstep.loop.skip_on(ValueError):
+        if rank.rank:
+            raise ValueError
+        with torch.set_grad_enabled(shares is None):
+            loss = model(rows(0, rank.rank)).sum()
+        if shares is None:
+            with model.no_sync():
+                loss.backward()

@@ -20,7 +20,7 @@ from lockstep.phases import Phases
 
 Request = Callable[[], object]
 _BY_ROUNDS = "batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients"
-
+_SKIP_ON = "lockstep.loop.skip_on(..., modules=[model])"
 
 P = ParamSpec("P")
 
@@ -121,12 +121,7 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
     Stands for: an ``all_reduce`` of a flag in each step, before backward.
     """
     schedulers = _schedulers(modules, group, "skip_batch")
-    if not all(list(scheduler.modules) for scheduler in schedulers):
-        raise OptionError(
-            "skip_batch() has nothing to leave out: no module takes part in rounds of this process group. Pass the "
-            "replicated module, skip_batch(model), before its first backward; with shares a batch cannot be left "
-            "out: let an error leave the loop over its shares on all ranks"
-        )
+    _check_modules(schedulers, "skip_batch", "skip_batch(model), before its first backward")
     _skip(schedulers)
 
 
@@ -154,7 +149,8 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
         group: The ranks; the default group if None.
 
     Raises :class:`OptionError` if the block ends between the micro-batches of a step, outside of their
-    :func:`accumulate` or ``no_sync()``; and inside of ``join()``, on all ranks that have a batch.
+    :func:`accumulate` or ``no_sync()``, if no module is replicated over the group when it ends, and inside of
+    ``join()``, on all ranks that have a batch.
 
     If a batch is skipped, communicates what :func:`skip_batch` does; otherwise nothing. Copies the buffers of all
     modules on the group each time.
@@ -184,8 +180,10 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
             yield
         except kinds:
             failed = True
+            _check_modules(schedulers, "skip_on", _SKIP_ON)
             _skip(schedulers)
         else:
+            _check_modules(schedulers, "skip_on", _SKIP_ON)
             for scheduler in schedulers:
                 scheduler.check_no_open_window()
     for scheduler, buffers in zip(schedulers, kept, strict=True):
@@ -213,6 +211,16 @@ def agree(flag: object, group: Group | None = None) -> bool:
     agreed, stops = numbers.tolist()
     decisions.hear_requests(bool(stops))
     return bool(agreed)
+
+
+def _check_modules(schedulers: Sequence[GroupScheduler], caller: str, call: str) -> None:
+    """Raise :class:`OptionError` if no module would hear that a batch is left out."""
+    if not all(list(scheduler.modules) for scheduler in schedulers):
+        raise OptionError(
+            f"{caller}() has nothing to leave out: no module takes part in rounds of this process group. Pass the "
+            f"replicated module, {call}; with shares a batch cannot be left "
+            "out: let an error leave the loop over its shares on all ranks"
+        )
 
 
 def _skip(schedulers: Sequence[GroupScheduler]) -> None:
