@@ -274,3 +274,34 @@ def test_inductor(rank):
     wanted = train(rank, lockstep.replicate(copy.deepcopy(plain)), steps=3)
     model = torch.compile(lockstep.replicate(copy.deepcopy(plain)), fullgraph=True)
     assert_same(train(rank, model, steps=3), wanted, "inductor")
+
+
+@on_processes(2)
+def test_a_step_in_which_ranks_exchange_more_than_gradients(rank):
+    allow_warnings()
+
+    def loss_of(x):
+        features, own = lockstep.loop.gather_rows(model(x), model)
+        (gradient,) = torch.autograd.grad(features[own].tanh().sum(), [model[0].weight], create_graph=True)
+        return lockstep.loop.mean_over_ranks(gradient).square().sum() + features.sin().sum()
+
+    def step(x, skips):
+        model.zero_grad()
+        with lockstep.loop.skip_on(ValueError):
+            if skips and rank.rank:
+                raise ValueError
+            loss = model[0](x).sum() if skips else loss_of(x)
+            loss.backward()
+        if lockstep.loop.skipped():
+            return model[0].weight.grad
+        lockstep.check_in_sync(model)
+        numbers = lockstep.mean(x.sum()), lockstep.loop.total(len(x)), lockstep.loop.agree(rank.rank == 1)
+        return torch.stack([*map(torch.as_tensor, numbers), *model[0].weight.grad.flatten()])
+
+    model = rank.make(lambda: nn.Sequential(nn.Linear(3, 2), lockstep.local.SyncBatchNorm(2)).double())
+    lockstep.replicate(model)
+    x = torch.randn(3, 3, generator=rank.generator(), dtype=torch.float64)
+    compiled = torch.compile(step, backend="eager")
+    wanted, found = ([each(x, False), each(x, True), each(x, False)] for each in (step, compiled))
+    assert found[1] is wanted[1] is None
+    torch.testing.assert_close(found, wanted)

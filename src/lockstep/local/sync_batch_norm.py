@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import checkpoint
 
+from lockstep._base.compiler import outside_compiler
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, resolve_group
 from lockstep.distributed.reduction.autograd.graph import keep_means
@@ -132,6 +133,7 @@ class SyncBatchNorm(_BatchNorm):
             raise NotReplicableError(_CHECKPOINTED)
         self._met_without_graph = False
 
+    @outside_compiler
     def _over_all(self, own: Statistics, replica: Replica | None, group: Group | None) -> Statistics:
         """Return the statistics of all rows from those of each replica and rank; gradients flow to all rows."""
         everybody, name = [own], f"SyncBatchNorm {self._meeting}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Module
 
+from lockstep._base.compiler import outside_compiler
 from lockstep._base.dtensors import local_part
 from lockstep._base.inner_tensors import as_bytes, is_plain
 from lockstep._base.tree import Tree
@@ -38,6 +39,7 @@ class GatheredRows(NamedTuple):
     """Which of these rows are this rank's."""
 
 
+@outside_compiler
 def gather_rows(value: Any, module: Module) -> GatheredRows:
     """Return the rows of all ranks, for a loss that compares rows of the whole batch; differentiable.
 

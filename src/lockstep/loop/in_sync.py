@@ -6,6 +6,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep._base.arguments import check_module, did_you_mean
+from lockstep._base.compiler import outside_compiler
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
 from lockstep.distributed.replication.in_sync import (
@@ -20,6 +21,7 @@ from lockstep.errors import UnknownOptionError
 from lockstep.phases import Phases
 
 
+@outside_compiler
 def check_in_sync(*objects: Module | Optimizer | Group, process_group: Group | None = None, **unknown: Never) -> None:
     """Raise, on every rank, if modules or optimizers differ between ranks.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lockstep._base.compiler import outside_compiler
 from lockstep._base.dtensors import like_parameter, local_part
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives
@@ -25,6 +26,7 @@ from lockstep.phases import Phases
 def mean_over_ranks(tensors: Tensor, process_group: Group | None = None) -> Tensor: ...
 @overload
 def mean_over_ranks(tensors: Sequence[Tensor], process_group: Group | None = None) -> tuple[Tensor, ...]: ...
+@outside_compiler
 def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | None = None) -> Any:
     """Return the mean over the ranks of a tensor, or of each of several; differentiable once.
 

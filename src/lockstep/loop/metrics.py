@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep._base.compiler import outside_compiler
 from lockstep._base.devices import CPU
 from lockstep._base.digests import text_digest
 from lockstep._base.tree import Leaf, Tree
@@ -24,6 +25,7 @@ _AT_ONCE = 64
 """Numbers that travel with the comparison of what ranks pass; further ones take a second all-reduce."""
 
 
+@outside_compiler
 def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) -> T:
     """Return the mean over all ranks of each number in ``values``, with each rank's ``weight``.
 
@@ -75,6 +77,7 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
     return means
 
 
+@outside_compiler
 def total(counts: T, group: Group | None = None) -> T:
     """Return the sum over all ranks of each number in ``counts``.
 

@@ -8,6 +8,7 @@ from typing import Generic, ParamSpec
 import torch
 from torch.nn import Module
 
+from lockstep._base.compiler import outside_compiler
 from lockstep._base.run_all import RunAll
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, needed_group
@@ -192,6 +193,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
                 each.give_back()
 
 
+@outside_compiler
 def agree(flag: object, group: Group | None = None) -> bool:
     """Return True if ``flag`` is true on any rank. Every rank must call it; all get the same result.
 
@@ -223,6 +225,7 @@ def _check_modules(schedulers: Sequence[GroupScheduler], caller: str, call: str)
         )
 
 
+@outside_compiler
 def _skip(schedulers: Sequence[GroupScheduler]) -> None:
     steps = RunAll()
     for scheduler in schedulers:
