@@ -170,11 +170,12 @@ def test_buffers_that_are_not_saved_are_kept_equal_and_ignored_ones_are_not(rank
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("rank0", 0.0), ("mean", 0.5)])
-@pytest.mark.parametrize("elements", [PACKED_BYTES // 4, PACKED_BYTES // 4 + 1])
+@pytest.mark.parametrize("bytes_over", [0, 4, 16])
 @on_ranks(2)
-def test_large_buffers_take_one_collective_more(rank, policy, expected, elements):
+def test_large_buffers_take_one_collective_more(rank, policy, expected, bytes_over):
     # A small one goes first, so that a buffer of the whole size has no room left beside it.
-    more = ["broadcast" if policy == "rank0" else "all_reduce"]
+    elements = (PACKED_BYTES + bytes_over) // 4 - 3
+    more = ["broadcast" if policy == "rank0" else "all_reduce"] if bytes_over else []
     model = Scale(large=torch.zeros(elements), small=torch.zeros(3))
     if elements * 4 > PACKED_BYTES:  # of several large ones, too
         model.register_buffer("other", torch.zeros(elements))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.distributed.reduction.module.buffers import BufferSet
+from tensor_classes import Attributed
 
 
 def retype(module):
@@ -21,9 +22,26 @@ def tie(module):
     module.running_var = module.running_mean
 
 
-@pytest.mark.parametrize("change", [retype, reshape, tie])
-def test_a_change_is_noticed_after_looks_that_found_none(change):
+def untie(module):
+    module.running_var = module.running_mean.clone()
+
+
+def give_a_class(module):
+    module.running_mean = module.running_mean.as_subclass(Attributed)
+
+
+def take_the_class(module):
+    module.running_mean = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "before"),
+    [(retype, None), (reshape, None), (tie, None), (untie, tie), (give_a_class, None), (take_the_class, give_a_class)],
+)
+def test_a_change_is_noticed_after_looks_that_found_none(change, before):
     module = nn.BatchNorm1d(3)
+    if before:
+        before(module)
     found = BufferSet(module, (), ())
     for _ in range(2):
         module(torch.randn(4, 3))  # written in place

@@ -27,7 +27,7 @@ import lockstep
 from lockstep.distributed.reduction.buckets.comm_hooks import GradBucket
 from lockstep.errors import HookError, PeerError
 from programs.ranks import on_ranks, replicated
-from small_modules import error_of, fails_in_backward, one_weight, x_of
+from small_modules import chain, error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 
@@ -677,23 +677,27 @@ def _parameter_at(address, kept):
 
 @on_ranks(1)
 def test_the_number_of_a_bucket_in_the_first_round_of_a_new_plan(rank):
-    """All that a layer had which was replaced is no new one's, in any round."""
+    """All that layers had which were replaced is no new one's, in any round; at last each has a number of its own."""
     seen = []
 
     def look(state, bucket):
-        seen.append((bucket.index(), [p is model[1].weight for p in bucket.parameters()]))
+        names = {id(p): name for name, p in model.named_parameters()}
+        seen.append((bucket.index(), {names.get(id(p)) for p in bucket.parameters()}))
         return bucket.buffer()
 
-    model = prepared(rank, (None, look), make=lambda: nn.Sequential(one_weight(), one_weight()), bucket_cap_mb=1e-6)
+    model = prepared(rank, (None, look), make=lambda: chain(3), bucket_cap_mb=1e-6)
     for _ in range(3):
         model(x_of(rank)).sum().backward()
     before = {number for number, _ in seen}
-    model[1] = rank.make(one_weight)
+    model[1], model[2] = rank.make(one_weight), rank.make(one_weight)
     seen.clear()
     for _ in range(4):
         model(x_of(rank)).sum().backward()
-    assert before & {number for number, is_new in seen if True in is_new} == set()
-    assert any(True in is_new for _, is_new in seen)
+    news = [(number, names) for number, names in seen if names & {"1.weight", "2.weight"}]
+    assert before & {number for number, _ in news} == set()
+    *_, (one, named), (other, other_named) = news
+    assert one != other
+    assert named | other_named == {"1.weight", "2.weight"}
 
 
 @pytest.mark.numpy

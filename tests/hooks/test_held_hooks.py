@@ -228,18 +228,22 @@ def test_between_passes_a_parameter_has_its_own_hooks_and_no_others(rank, cap):
 
 @on_ranks(2)
 def test_hooks_that_change_while_a_pass_runs(rank):
-    """Hooks that are registered and removed while backward runs, on parameters that have others."""
-    module, seen = lockstep.replicate(weights(2), process_group=rank.group), []
-    handles = [module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append("first"))]
+    """Hooks that are registered and removed while backward runs, on a parameter that has others and on one without."""
+    module, seen = lockstep.replicate(weights(3), process_group=rank.group), []
+    _, handle = (
+        module[0].weight.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+        for name in ("kept", "removed")
+    )
 
     def change(_):
-        handles.append(module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item())))
-        handles[0].remove()
+        for layer in module[:2]:
+            layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+        handle.remove()
 
-    x = module[0](x_of(rank))
+    x = module[1](module[0](x_of(rank)))
     x.register_hook(change)
-    module[1](x).sum().backward()
-    assert seen == [1.5]
+    module[2](x).sum().backward()
+    assert sorted(seen, key=str) == [1.5, 1.5, "kept"]
 
 
 # -------------------------------------------------------------------- PyTorch's optimizers in backward
