@@ -393,3 +393,18 @@ def test_snapshots_go_on_after_a_resume_from_the_disk(tmp_path, host_memory):
         assert run.agree(False) is False
         assert run.should_stop
     assert folders(host_memory) == []
+
+
+def test_snapshots_go_on_after_a_resume_that_could_not_read_the_last_one(tmp_path, host_memory):
+    with killed() as run:
+        run.save(tmp_path / "run", x=1)
+        for _ in range(3):
+            run.snapshot(tmp_path / "run", every=1, x=2)
+    (file,) = host_memory.rglob("rank-*")
+    file.write_bytes(bytes(file.stat().st_size))
+    with killed() as run:
+        with pytest.warns(UserWarning, match="skipped memory/save-000004"):
+            assert run.resume(tmp_path / "run").values == {"x": 1}
+        run.snapshot(tmp_path / "run", every=1, x=3)
+    with lockstep.session() as run:
+        assert run.resume(tmp_path / "run").values == {"x": 3}

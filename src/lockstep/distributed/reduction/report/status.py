@@ -297,9 +297,8 @@ class ReportLayout:
                 bits[self._late + index] = 1
             own = self._own.of_bits(bits)
         own += self._own.of_bytes(counts) + self._behind.own
-        is_usual = not late and status[_FLAGS] == _USUAL
         alike = first.alike + self._sum.of_bytes(counts) + self._behind.alike
-        self._usual = (alike, first.report) if is_usual else None
+        self._usual = (alike, first.report) if status[_FLAGS] == _USUAL else None
         if row.is_cpu:
             memmove(row.data_ptr(), own, len(own))
         else:
