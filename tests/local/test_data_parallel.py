@@ -448,6 +448,68 @@ def test_labels_in_the_profiler(parallel, x):
     assert {f"lockstep::{phase}" for phase in expected} <= names
 
 
+# ----------------------------------------------------------------------- inputs, and the first device
+
+
+@pytest.mark.parametrize("ids", [(0, 1), (1, 0), (0,), None, ["cpu", "cpu"]])
+@pytest.mark.parametrize("more", [{}, {"added": torch.ones(5, 5)}], ids=["", "by keyword"])
+@pytest.mark.parametrize("use_class", [False, True])
+def test_several_inputs(sim, ids, more, use_class):
+    def function(m, one, other, number, added=0.0):
+        assert isinstance(number, float)
+        return number * (one * other + added)
+
+    network, inputs = Applying(function, ()), [torch.randn(5, 5, requires_grad=True) for _ in range(2)]
+    if use_class:
+        output = DataParallel(network, ids)(*inputs, 2.5, **more)
+    else:
+        output = data_parallel(network, (*inputs, 2.5), ids, module_kwargs=more)
+    expected = network(*inputs, 2.5, **more)
+    assert str(output.device) == ("cpu" if ids == ["cpu", "cpu"] else f"sim:{ids[0] if ids else 0}")
+    same([output], [expected])
+    same(torch.autograd.grad(output.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda network, ids: DataParallel(network, ids[:1])(),
+        lambda network, ids: DataParallel(network, ids)(),
+        lambda network, ids: data_parallel(network, None, ids[:1]),
+        lambda network, ids: data_parallel(network, (), ids),
+    ],
+)
+def test_without_inputs_it_runs_once(devices, first, call):
+    calls = []
+    network = Applying(lambda m: calls.append(1) or torch.ones(2, 3, device=first), ())
+    output = call(network, devices(2))
+    assert torch.equal(output, torch.ones(2, 3, device=first))
+    assert calls == [1]
+
+
+def test_no_list_means_all_devices_in_order(sim):
+    network, x = Applying(lambda m, x: torch.tensor([x.device.index]), ()), torch.ones(16, 3)
+    for output in (data_parallel(network, x), DataParallel(network)(x)):
+        assert output.tolist() == list(range(8))
+        assert str(output.device) == "sim:0"
+
+
+@pytest.mark.parametrize(("place", "ids"), [("sim:0", None), ("sim:0", [0, 1]), ("sim:1", [1, 0])])
+def test_a_module_must_be_on_the_first_device(sim, place, ids):
+    network, x = nn.Linear(4, 3), torch.randn(2, 4)
+    parallel = DataParallel(network, ids)
+    calls = (lambda: parallel(x), lambda: data_parallel(network, x, ids))
+    for call in calls:
+        with pytest.raises(DeviceError, match=f"module must have its parameters and buffers on device {place}"):
+            call()
+    parallel.to(place)
+    expected = torch.autograd.grad(network(x.to(place)).sum(), list(network.parameters()))
+    for call in calls:
+        output = call()
+        torch.testing.assert_close(output, network(x.to(place)))
+        same(torch.autograd.grad(output.sum(), list(network.parameters())), expected)
+
+
 # ------------------------------------------------------------------------------------------ devices
 
 
@@ -602,11 +664,17 @@ def test_a_recorded_step_is_refused():
         make_fx(lambda x: parallel.step(mean_square, x))(x)
 
 
-def test_step_leaves_no_reference_cycles(parallel, x):
-    y = torch.zeros(5, 3, device=x.device)
-    parallel.step(mean_square, x, y)
+def evaluate(parallel, x):
+    with torch.no_grad():
+        parallel(x)
+
+
+@pytest.mark.parametrize("use", [lambda parallel, x: parallel.step(mean_square, x), DataParallel.forward, evaluate])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_no_reference_cycles_are_left(parallel, x, use, rows):
+    use(parallel, x[:rows])
     gc.collect()
-    parallel.step(mean_square, x, y)
+    use(parallel, x[:rows])
     assert gc.collect() == 0
 
 

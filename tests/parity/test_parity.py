@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import sim as simulator
 from lockstep import DataParallel
-from parity.models import ZOO, Listed, Tied, cnn, images, mlp, tokens, vectors
+from lockstep.local import data_parallel
+from parity.models import ZOO, Listed, cnn, images, mlp, tokens, vectors
 
 ROUNDING = {torch.float64: {"rtol": 1e-12, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
 SIZES = [(1, 4), (2, 6), (3, 7), (5, 7), (5, 3)]  # replicas, rows
@@ -253,15 +254,6 @@ def test_checkpoint(devices, reentrant, backward):
         same_gradients(parallel, plain)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_checkpoint_around_the_whole(devices, reentrant):
-    plain, parallel, x, y = train(devices(3))
-    x.requires_grad_()
-    for model in (plain, parallel):
-        loss_of(checkpoint(model, x, use_reentrant=reentrant), y).backward()
-    same_gradients(parallel, plain)
-
-
 def test_grad_scaler(devices, kind):
     """With a batch that overflows: no step, a smaller scale; then one that does not."""
     plain, parallel, x, y = train(devices(3))
@@ -341,29 +333,6 @@ def test_sparse_gradients(backward):
         assert_same(twin[1].weight.grad, plain[1].weight.grad)
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(6, 2), nn.Linear(6, 2)
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-
-    def forward(self, x):
-        return self.used(x) * self.frozen
-
-
-@both_ways
-def test_a_module_that_is_not_used_gets_no_gradient(devices, backward):
-    plain, parallel, x, y = train(devices(3), Branches)
-    twin = parallel.module
-    loss_of(plain(x), y).backward()
-    backward(parallel, x, y)
-    assert twin.unused.weight.grad is twin.unused.bias.grad is twin.frozen.grad is None
-    same_gradients(parallel, plain)
-    twin.unused.weight.grad = torch.ones_like(twin.unused.weight)
-    loss_of(parallel(x), y).backward()
-    assert torch.equal(twin.unused.weight.grad.cpu(), torch.ones(2, 6, dtype=torch.float64))
-
-
 class Siblings(nn.Module):
     """Parameters and a buffer that needs a gradient, of one module that uses some of them."""
 
@@ -399,24 +368,6 @@ def test_a_parameter_that_its_module_does_not_use_gets_no_gradient(devices, back
         torch.autograd.grad(loss_of(parallel(x), y), list(parallel.parameters()))
 
 
-class Varied(Branches):
-    """Which branch runs depends on the rows, so replicas differ."""
-
-    def forward(self, x):
-        return (self.used if x[0, 0] > 0 else self.unused)(x)
-
-
-@both_ways
-def test_replicas_that_use_different_parameters(devices, backward):
-    plain, twin = pair(Varied, devices(1)[0])
-    parallel = DataParallel(twin, devices(3))
-    x, y = batch(vectors, 6, devices(1)[0])
-    x[:2, 0], x[2:, 0] = 1, -1
-    loss_of(torch.cat([plain.used(x[:2]), plain.unused(x[2:])]), y).backward()
-    backward(parallel, x, y)
-    same_gradients(parallel, plain)
-
-
 class Loss(nn.Module):
     """A loss with a parameter and a buffer."""
 
@@ -437,18 +388,6 @@ def test_step_with_a_loss_that_learns(devices):
         parallel.step(twin, x, y)
     same_gradients(parallel, plain)
     assert_same(grads(twin), grads(loss))
-
-
-def test_step_with_class_weights(devices):
-    """The loss of a replica counts by the class weights of its labels, so the mean is that of the whole batch."""
-    plain, parallel, x, _ = train(devices(3))
-    labels = torch.tensor([0, 2, 1, 1, 0, 2, 2], device=x.device)
-    weight = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64, device=x.device)
-    loss = nn.CrossEntropyLoss(weight=weight)
-    whole = loss(plain(x), labels)
-    whole.backward()
-    assert_same(parallel.step(loss, x, labels), whole.detach())
-    same_gradients(parallel, plain)
 
 
 def test_step_with_one_batch_entry_and_with_three(devices):
@@ -531,9 +470,9 @@ def test_output_device(sim, where):
     targets = sim.devices(3)
     plain, parallel, x, y = train(targets, output_device=where)
     target = torch.device("sim:1" if where == 1 else "cpu")
-    output = parallel(x)
-    assert output.device == target
-    assert_same(output.to("sim:0"), plain(x))
+    for output in (data_parallel(parallel.module, x, targets, where), parallel(x)):
+        assert output.device == target
+        assert_same(output.to("sim:0"), plain(x))
     loss_of(output, y.to(target)).backward()
     loss_of(plain(x), y).backward()
     same_gradients(parallel, plain)
@@ -577,37 +516,6 @@ def test_evaluation_sees_every_update(devices, mode):
     for model in models:
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.9, model.parameters())
     check()
-
-
-def test_data_written_after_an_evaluation(devices):
-    """`.data` leaves no trace in a version counter: a forward that wants gradients copies all the same."""
-    plain, parallel, x, _ = train(devices(3))
-    with torch.no_grad():
-        parallel(x)
-        parallel(x)
-    for model in (plain, parallel.module):
-        model[0].weight.data.mul_(3)
-    assert_same(parallel(x), plain(x))
-
-
-def test_two_forwards_before_one_backward(devices):
-    plain, parallel, x, y = train(devices(3))
-    for model in (plain, parallel):
-        loss_of(model(x), y).add(loss_of(model(x * 2), y)).backward()
-    same_gradients(parallel, plain)
-
-
-def test_evaluation_between_forward_and_backward(devices):
-    plain, parallel, x, y = train(devices(3))
-    for model in (plain, parallel):
-        loss = loss_of(model(x), y)
-        model.eval()
-        with torch.no_grad():
-            model(x * 2)
-        model.train()
-        model(x * 3)
-        loss.backward()
-    same_gradients(parallel, plain)
 
 
 class Late(torch.autograd.Function):
@@ -678,25 +586,6 @@ def test_a_step_of_meta_learning(devices):
     same_gradients(parallel, plain)
 
 
-def test_update_of_other_parameters_between_forward_and_backward(devices):
-    """The last layer's bias is not saved for backward; a write to a weight that is, is an error as on one device."""
-    plain, parallel, x, y = train(devices(3))
-    for model in (plain, parallel):
-        loss = loss_of(model(x), y)
-        with torch.no_grad():
-            [*model.parameters()][-1].add_(1)
-            model(x)
-        loss.backward()
-    same_gradients(parallel, plain)
-    for model in (plain, parallel):
-        loss = loss_of(model(x), y)
-        with torch.no_grad():
-            [*model.parameters()][-2].add_(1)
-            model(x)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
 def test_two_losses_with_a_retained_graph(devices):
     plain, parallel, x, y = train(devices(3))
     for model in (plain, parallel):
@@ -704,22 +593,6 @@ def test_two_losses_with_a_retained_graph(devices):
         loss_of(output, y).backward(retain_graph=True)
         output.sum().backward()
     same_gradients(parallel, plain)
-
-
-def test_parameters_that_freeze_and_thaw(devices):
-    plain, parallel, x, y = train(devices(3))
-    for frozen in (True, False):
-        for model in (plain, parallel.module):
-            model.zero_grad()
-            model[0].requires_grad_(not frozen)
-        loss_of(plain(x), y).backward()
-        loss_of(parallel(x), y).backward()
-        assert (parallel.module[0].weight.grad is None) == frozen
-        same_gradients(parallel, plain)
-        parallel.zero_grad()
-        parallel.step(loss_of, x, y)
-        assert (parallel.module[0].weight.grad is None) == frozen
-        same_gradients(parallel, plain)
 
 
 def test_adversarial_steps_of_two_networks(devices):
@@ -742,27 +615,6 @@ def test_adversarial_steps_of_two_networks(devices):
                     p.sub_(p.grad, alpha=0.1)
         results.append([p.detach() for model in (generator, critic) for p in model.parameters()])
     assert_same(results[1], results[0])
-
-
-def test_forwards_of_several_threads_at_once(devices):
-    plain, twin = pair(Tied, devices(1)[0])
-    parallel = DataParallel(twin, devices(3))
-    batches = [batch(tokens, rows, devices(1)[0])[0] for rows in range(3, 9)]
-    expected = [plain(x).detach() for x in batches]
-    found = [[] for _ in batches]
-
-    def work(number):
-        for repeat in range(10):
-            with torch.set_grad_enabled(repeat % 2 == 0):
-                found[number].append(parallel(batches[number]).detach())
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for outputs, output in zip(found, expected, strict=True):
-        assert_same(outputs, [output] * 10)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

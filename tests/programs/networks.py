@@ -36,8 +36,8 @@ class Applying(nn.Module):
             buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
             self.register_buffer(name, value) if buffer else setattr(self, name, value)
 
-    def forward(self, x, *args, **kwargs):
-        return self.linear(x) if self.function is None else self.function(self, x, *args, **kwargs)
+    def forward(self, *args, **kwargs):
+        return self.linear(*args) if self.function is None else self.function(self, *args, **kwargs)
 
 
 class Base:
