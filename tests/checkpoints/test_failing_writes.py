@@ -21,7 +21,7 @@ from lockstep.checkpoints.files import OpenFile
 from lockstep.checkpoints.layout import list_saved
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.saving import Saving
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, CommunicationError
 from processes import on_processes
 from programs.ranks import on_ranks
 
@@ -145,18 +145,33 @@ def test_state_that_raises_on_one_rank(rank, tmp_path):
         lockstep.resume(tmp_path, group=rank.group, part=part)
 
 
+@pytest.mark.parametrize("interrupted", [0, 1])
 @on_ranks(2)
-def test_an_interrupt_while_a_rank_writes(rank, tmp_path):
+def test_an_interrupt_while_a_rank_writes(rank, interrupted, tmp_path):
     """Ctrl-C reaches one rank's thread while it writes."""
     lockstep.save(tmp_path, step=1, group=rank.group)
     files = FailingFileSystem(0)
-    if rank.rank == 1:
+    if rank.rank == interrupted:
         files.create = raising(KeyboardInterrupt("stop"))
-    error, words = [(CheckpointError, "Keyboard"), (KeyboardInterrupt, "stop")][rank.rank]
+    error, words = (KeyboardInterrupt, "stop") if rank.rank == interrupted else (CheckpointError, "Keyboard")
     with pytest.raises(error, match=words):
         Saving(tmp_path, files, Ranks(rank.group)).save({}, 3, 2)
     assert lockstep.resume(tmp_path, group=rank.group).step == 1
     assert names_in(tmp_path) == ["save-000001-step-00000001"]
+
+
+@pytest.mark.parametrize(("error", "kept"), [(CommunicationError("no answer"), True), (CheckpointError("full"), False)])
+def test_a_checkpoint_that_is_finished_here_goes_only_if_a_rank_says_that_it_has_failed(error, kept, tmp_path):
+    class WithOthers(Ranks):
+        def together(self, what, step):
+            results = super().together(what, step)
+            if list_saved(tmp_path):
+                raise error
+            return results
+
+    with pytest.raises(type(error), match=str(error)):
+        Saving(tmp_path, FailingFileSystem(0), WithOthers(None)).save({}, 3, 2)
+    assert len(names_in(tmp_path)) == kept
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path):
