@@ -156,15 +156,6 @@ def test_written():
     assert tensors.change() is Change.NONE
 
 
-def test_an_optimizer_step_writes():
-    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-    tensors = TensorSnapshot(parameters)
-    for optimizer in (torch.optim.SGD(parameters, 0.1), torch.optim.Adam(parameters, foreach=True)):
-        sum(p.sum() for p in parameters).backward()
-        optimizer.step()
-        assert tensors.written() == [0, 1]
-
-
 def test_inference_tensors_count_as_written_each_time():
     with torch.inference_mode():
         frozen = torch.ones(2)

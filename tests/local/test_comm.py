@@ -28,11 +28,6 @@ def assert_on(tensor, device, expected):
 # -------------------------------------------------------------------------------------- broadcast
 
 
-def test_a_device_may_be_an_index_a_string_or_a_device(sim):
-    copies = comm.broadcast(torch.ones(1), (1, "sim:2", torch.device("sim", 3), "cpu", "sim"))
-    assert [str(copy.device) for copy in copies] == ["sim:1", "sim:2", "sim:3", "cpu", "sim:0"]
-
-
 def test_coalesced_calls_without_tensors_give_none():
     assert comm.broadcast_coalesced([], ["cpu", "cpu"]) == [[], []]
     assert comm.reduce_add_coalesced([[], []], "cpu") == ()
@@ -184,19 +179,6 @@ def test_a_chunk_for_the_tensors_own_device_is_a_view(devices):
     first, second = comm.scatter(tensor, d, (2, 4))
     assert first.data_ptr() == tensor.data_ptr()
     assert (second.data_ptr() == tensor[2:].data_ptr()) == (d[0] == d[1])
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [[2, 1, 1, 1, 1, 1, 1, 1], [3, 2, 2], [1, 1, None], [1, None, None, None], [0, None], [2, 2, 2, 2]],
-    ids=str,
-)
-def test_an_even_scatter_differs_by_at_most_one_and_leaves_no_device_idle(devices, sizes):
-    parts, sizes = len(sizes), [size for size in sizes if size is not None]
-    tensor = torch.arange(sum(sizes))
-    chunks = comm.scatter(tensor, devices(parts))
-    assert [len(chunk) for chunk in chunks] == sizes
-    assert torch.equal(torch.cat([chunk.cpu() for chunk in chunks]), tensor)
 
 
 def test_scatter_copies_on_the_given_streams(sim):

@@ -107,23 +107,6 @@ def assert_independent(made, given):
 
 
 @examples
-@given(nested(st.one_of(plain_leaves, tensors())))
-def test_a_tree_builds_what_it_took_apart(value):
-    tree = Tree(value, "v")
-    assert_same(tree.build([leaf.value for leaf in tree.leaves]), value)
-    assert len({leaf.path for leaf in tree.leaves}) == len(tree.leaves)
-    marks = [f"#{i}" for i in range(len(tree.leaves))]
-    assert [leaf.value for leaf in Tree(tree.build(marks), "v").leaves] == marks
-
-
-@examples
-@given(nested(plain_leaves))
-def test_the_path_of_a_leaf_leads_to_it(value):
-    for path, leaf in Tree(value, "v").leaves:
-        assert eval(path, {"v": value}) is leaf
-
-
-@examples
 @given(st.integers(0, 200), st.integers(1, 12))
 def test_even_splits_use_every_device_there_are_rows_for(rows, parts):
     split = split_sizes(rows, parts)
@@ -184,17 +167,6 @@ def test_a_plan_covers_every_tensor_once_in_order_and_within_the_cap(some, cap):
         assert members == sorted(members)
         assert {some[i].dtype for i in members} == {bucket.dtype}
         assert len(members) == 1 or bucket.nbytes <= cap
-
-
-@examples
-@given(st.lists(tensors(), max_size=12), st.integers(1, 2000))
-def test_what_is_packed_comes_out_again(some, cap):
-    for bucket in plan_buckets([TensorSpec.of(t) for t in some], cap).buckets:
-        members = bucket.take(some)
-        flat = comm.pack(bucket, members)
-        assert flat.nbytes == bucket.nbytes
-        for out, tensor in zip(comm.unpack(bucket, flat), members, strict=True):
-            assert_same(out, tensor)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "sim"], indirect=True)

@@ -701,12 +701,6 @@ def test_a_shared_mask_and_a_count_for_each_device_give_what_one_device_gives(de
     torch.testing.assert_close(data_parallel(plain, (x, shared(mask)), devices), plain(x, mask))
 
 
-def test_the_function_takes_keyword_arguments(devices, first, x):
-    network = Applying(lambda m, x, *, scale: {"y": m.linear(x) * scale}, (4, 2)).to(first)
-    found = data_parallel(network, (x,), devices(2), module_kwargs={"scale": 2})
-    torch.testing.assert_close(found["y"], network(x, scale=2)["y"])
-
-
 @pytest.mark.parametrize("before", [nn.Sigmoid, partial(nn.Linear, 4, 4)], ids=["saves its output", "does not"])
 def test_a_first_layer_that_writes_in_place_after_another_data_parallel(devices, first, x, before):
     one = nn.Sequential(nn.Linear(4, 4), before()).to(first)

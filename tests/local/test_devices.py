@@ -70,11 +70,6 @@ def test_devices_are_named_by_index_string_or_device(sim, name):
         assert call() == expected
 
 
-def test_minus_one_is_the_cpu_with_a_warning():
-    with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
-        assert resolve_destination(-1) == CPU
-
-
 def test_each_device_has_one_side_stream_and_the_cpu_none(sim):
     one, other = sim.devices(2)
     assert side_stream(CPU) is None

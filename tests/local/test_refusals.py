@@ -196,9 +196,6 @@ NESTED = {
         "modules 2 is not equal to the number of kwargs_tup 1"),
     "devices for other modules": (lambda: parallel_apply([pytest.fail] * 2, [ONE] * 2, None, ["cpu"] * 3), LengthError,
         "modules 2 is not equal to the number of devices 3"),
-    "a lone device": (lambda: DataParallel(nn.Linear(1, 1), "cpu"), DeviceError, "expected a list of devices", "write"),
-    "a lone torch.device": (lambda: DataParallel(nn.Linear(1, 1), torch.device("cpu")), DeviceError,
-        "expected a list of devices", "write"),
     **{
         f"weights {split}": (lambda call=call, split=split: call(split), kind, word, f"got {split}")
         for split, kind, word in [
@@ -390,8 +387,9 @@ def test_no_device_and_a_lone_one(sim):
         assert isinstance(caught.value, IndexError)  # as PyTorch's, which takes the first one for outputs
     assert replicate(nn.Linear(1, 1), []) == []  # as PyTorch has it
     for lone, fix in [("cpu", "['cpu']"), (0, "[0]"), (torch.device("cpu"), "[device(type='cpu')]")]:
-        with refused(DeviceError, f"expected a list of devices, got {lone!r}; write {fix}"):
-            resolve_devices(lone)
+        for call in (resolve_devices, lambda lone: DataParallel(nn.Linear(1, 1), lone)):
+            with refused(DeviceError, f"expected a list of devices, got {lone!r}; write {fix}"):
+                call(lone)
 
 
 ONE_AND_ONE = lambda *on_: [torch.ones(1, device=place) for place in on_]  # noqa: E731

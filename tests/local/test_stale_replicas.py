@@ -253,22 +253,6 @@ def test_attributes_of_scripted_modules(devices, first):
     unnoticed(scripted(nn.Linear(3, 2)).to(first), devices(2), lambda n: n[0].weight.data.mul_(3))
 
 
-def test_weights_exchanged_between_two_evaluations(sim):
-    """As a moving average is put in and taken out."""
-    network = on("sim:0", tabled).eval()
-    parallel, x = DataParallel(network, sim.devices(2)), torch.randn(4, 3, device="sim:0")
-    parallel(x).sum().backward()
-    average = [p.detach() * 0.5 for p in network.parameters()]
-    with torch.no_grad():
-        for _ in range(3):
-            stored = [p.data.clone() for p in network.parameters()]
-            for values in (average, stored):
-                parallel(x)
-                for parameter, value in zip(network.parameters(), values, strict=True):
-                    parameter.data.copy_(value)
-                same([parallel(x)], [network(x)])
-
-
 def test_plain_lists_may_be_nested_without_end():
     network = nn.Linear(2, 2)
     network.deep = []

@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep import DataParallel
 from lockstep.local import replicate
-from programs.networks import Applying, Recurrent
+from programs.networks import Applying
 
 
 def rounds(m, x):
@@ -58,13 +58,3 @@ def test_the_weights_of_an_rnn_lie_in_replicas_as_in_the_network(sim, kind_of_rn
         rnn.weight_ih_l0.add_(1)
     replicate(network, [one, two])
     assert torch.equal(replica[1].weight_ih_l0.cpu(), rnn.weight_ih_l0.cpu())
-
-
-def test_flatten_parameters_in_a_replica_moves_nothing(devices, first):
-    parallel = DataParallel(Recurrent(nn.LSTM, flattens=True).to(first), devices(2))
-    for _ in range(2):
-        parallel(torch.randn(4, 3).to(first))
-    replica = parallel._replicas.refresh()[1]
-    before = [p.data_ptr() for p in replica.parameters()]
-    replica.rnn.flatten_parameters()
-    assert [p.data_ptr() for p in replica.parameters()] == before

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,39 +14,26 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-import sim as simulator
 from lockstep import DataParallel
 from lockstep.local import data_parallel
-from parity.models import ZOO, Listed, cnn, images, mlp, tokens, vectors
+from programs.networks import STRUCTURES, mlp
+from programs.one_device import USES, on, same_gradients, trains_as_alone
 
 ROUNDING = {torch.float64: {"rtol": 1e-12, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
-SIZES = [(1, 4), (2, 6), (3, 7), (5, 7), (5, 3)]  # replicas, rows
-
-
-def runs(kinds, names, sizes, dtypes=(torch.float64,)):
-    return [
-        pytest.param(*run, id="-".join(map(str, run)).replace("torch.", ""))
-        for run in itertools.product(kinds, names, sizes, dtypes)
-    ]
-
-
-def on(device, make, dtype=torch.float64):
-    """A model on the device, with its shared parameters still shared."""
-    torch.manual_seed(1)
-    model = make().to(dtype)
-    shared = len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
-    with simulator.keeping_parameters() if shared else nullcontext():
-        return model.to(device)
+small = partial(mlp, 6, 6, 6, 3)
 
 
 def pair(make, device, dtype=torch.float64):
     """Two models alike."""
-    return on(device, make, dtype), on(device, make, dtype)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        made.append(on(device, make).to(dtype))
+    return made
 
 
-def batch(inputs, rows, device, dtype=torch.float64):
-    x = inputs(rows)
-    return (x.to(dtype) if x.is_floating_point() else x).to(device), torch.randn(rows, dtype=dtype).to(device)
+def batch(rows, device, dtype=torch.float64):
+    return torch.randn(rows, 6, dtype=dtype).to(device), torch.randn(rows, dtype=dtype).to(device)
 
 
 def loss_of(output, target):
@@ -62,16 +48,10 @@ def assert_same(got, expected, dtype=torch.float64):
     torch.testing.assert_close(got, expected, **ROUNDING[dtype], equal_nan=False)
 
 
-def same_gradients(parallel, plain, dtype=torch.float64):
-    """Equal gradients, at least one of which is not zero."""
-    assert any(g is not None and g.to_dense().abs().max() > 1e-6 for g in grads(plain).values())
-    assert_same(grads(parallel.module), grads(plain), dtype)
-
-
-def train(device_list, make=mlp, **options):
+def train(device_list, make=small, **options):
     """An MLP in float64, or another network, its twin in a DataParallel, and seven rows for them."""
     plain, twin = pair(make, device_list[0])
-    return plain, DataParallel(twin, device_list, **options), *batch(vectors, 7, device_list[0])
+    return plain, DataParallel(twin, device_list, **options), *batch(7, device_list[0])
 
 
 BACKWARDS = {
@@ -81,88 +61,39 @@ BACKWARDS = {
 both_ways = pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS)
 
 
-# ------------------------------------------------------------------------------------ the whole zoo
-
-MOST = runs(["cpu"], ZOO, SIZES) + runs(["cpu"], ZOO, [(3, 7)], [torch.float32])
-SOME = runs(["sim"], ZOO, [(3, 7)]) + runs(["sim"], ["mlp", "tied", "cnn"], [(1, 4), (5, 3), (5, 7)])
+# ---------------------------------------------------------------------------------- networks of every kind
 
 
-@pytest.mark.parametrize(("kind", "name", "size", "dtype"), MOST + SOME, indirect=["kind"])
-def test_forward_and_gradients(devices, name, size, dtype):
-    (replicas, rows), case = size, ZOO[name]
-    plain, twin = pair(case.make, devices(1)[0], dtype)
-    parallel = DataParallel(twin, devices(replicas))
-    x, y = batch(case.inputs, rows, devices(1)[0], dtype)
-    for use_step in (False, True, True, False):  # the second time of each uses replicas that are there already
-        plain.zero_grad()
-        parallel.zero_grad()
-        output = plain(x)
-        loss = loss_of(output, y)
-        loss.backward()
-        if use_step:
-            parallel_loss = parallel.step(loss_of, x, y)
-            assert not parallel_loss.requires_grad
-        else:
-            parallel_output = parallel(x)
-            assert_same(parallel_output, output, dtype)
-            parallel_loss = loss_of(parallel_output, y)
-            parallel_loss.backward()
-        assert_same(parallel_loss, loss.detach() if use_step else loss, dtype)
-        same_gradients(parallel, plain, dtype)
-        assert_same(dict(parallel.module.named_buffers()), dict(plain.named_buffers()), dtype)
+@pytest.mark.parametrize(("replicas", "rows"), [(1, 4), (2, 6), (5, 7), (5, 3)])
+@pytest.mark.parametrize("use", USES)
+def test_any_numbers_of_replicas_and_rows(devices, first, use, replicas, rows):
+    network = on(first, mlp)
+    trains_as_alone(network, USES[use](network, devices(replicas)), devices(replicas), rows=rows)
 
 
-SECOND = runs(["cpu"], ZOO, [(2, 6), (3, 7), (5, 3)]) + runs(["sim"], ZOO, [(3, 7)])
+TWICE_DIFFERENTIABLE = [
+    *("mlp", "tied", "ParameterList and ParameterDict", "channels last", "attention", "LSTM", "GRU", "parametrization"),
+    *("weight_norm", "legacy weight_norm", "spectral_norm", "legacy spectral_norm"),
+]
 
 
-@pytest.mark.parametrize(("kind", "name", "size", "dtype"), SECOND, indirect=["kind"])
-def test_second_order_gradients(devices, name, size, dtype):
-    """A penalty on the gradients of all parameters, and of the input where it has one."""
-    (replicas, rows), case = size, ZOO[name]
-    plain, twin = pair(case.make, devices(1)[0], dtype)
-    parallel = DataParallel(twin, devices(replicas))
-    data, y = batch(case.inputs, rows, devices(1)[0], dtype)
-    penalties = []
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("name", TWICE_DIFFERENTIABLE)
+def test_second_order_gradients(devices, first, name):
+    """A penalty on the gradients of all parameters, and of the input."""
+    plain, twin = pair(STRUCTURES[name], first)
+    parallel, penalties = DataParallel(twin, devices(3)), []
+    data = torch.randn(7, 3, dtype=torch.float64).to(first)
     for model in (plain, parallel):
-        x = data.clone().requires_grad_(data.is_floating_point())
-        over = [*model.parameters(), *([x] if x.requires_grad else [])]
+        x = data.clone().requires_grad_()
         with sdpa_kernel(SDPBackend.MATH):  # the fused one has no second derivative
-            loss = loss_of(model(x), y)
-        first = torch.autograd.grad(loss, over, create_graph=True)
-        penalty = sum(g.square().sum() for g in first)
+            loss = model(x).square().mean()
+        found = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True, allow_unused=True)
+        penalty = sum(g.square().sum() for g in found if g is not None)
         (loss + penalty).backward()
         penalties.append((penalty, x.grad))
     assert_same(penalties[1], penalties[0])
     same_gradients(parallel, plain)
-
-
-OPTIMISERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-3),
-}
-TEN = runs(["cpu"], ZOO, [(3, 7)]) + runs(["cpu"], ["mlp"], SIZES) + runs(["sim"], ["mlp", "tied", "lstm"], [(3, 7)])
-
-
-@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-@pytest.mark.parametrize(("kind", "name", "size", "dtype"), TEN, indirect=["kind"])
-def test_ten_steps(devices, name, size, dtype, optimiser, use_step):
-    (replicas, rows), case = size, ZOO[name]
-    plain, twin = pair(case.make, devices(1)[0], dtype)
-    before = copy.deepcopy(plain.state_dict())
-    parallel = DataParallel(twin, devices(replicas))
-    steps = [OPTIMISERS[optimiser](model.parameters()) for model in (plain, parallel)]
-    for _ in range(10):
-        x, y = batch(case.inputs, rows, devices(1)[0], dtype)
-        for step, model in zip(steps, (plain, parallel), strict=True):
-            step.zero_grad()
-            if use_step and model is parallel:
-                parallel.step(loss_of, x, y)
-            else:
-                loss_of(model(x), y).backward()
-            step.step()
-    assert any(not torch.equal(before[key], value) for key, value in plain.state_dict().items())
-    assert_same(twin.state_dict(), plain.state_dict())
 
 
 # ---------------------------------------------------------------------------------------- batch norm
@@ -170,9 +101,10 @@ def test_ten_steps(devices, name, size, dtype, optimiser, use_step):
 
 @pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
 def test_batch_norm_in_training_normalises_each_replicas_rows(devices, use_step):
-    plain, twin = pair(cnn, devices(1)[0])
+    normalised = lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))  # noqa: E731
+    plain, twin = pair(normalised, devices(1)[0])
     parallel = DataParallel(twin, devices(3))
-    x, y = batch(images, 7, devices(1)[0])
+    x, y = batch(7, devices(1)[0])
     for _ in range(2):
         plain.zero_grad()
         parallel.zero_grad()
@@ -198,9 +130,9 @@ def test_batch_norm_in_training_normalises_each_replicas_rows(devices, use_step)
 @pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 def test_autocast(devices, kind, dtype, use_step):
-    plain, twin = pair(mlp, devices(1)[0], torch.float32)
+    plain, twin = pair(small, devices(1)[0], torch.float32)
     parallel = DataParallel(twin, devices(3))
-    x, y = batch(vectors, 7, devices(1)[0], torch.float32)
+    x, y = batch(7, devices(1)[0], torch.float32)
     with torch.autocast(kind, dtype) if dtype else nullcontext():
         output = plain(x)
         assert output.dtype == (dtype or torch.float32)
@@ -225,7 +157,7 @@ def test_autocast(devices, kind, dtype, use_step):
 def test_accumulation_and_clipping(devices, backward):
     plain, parallel, *_ = train(devices(3))
     for rows in (7, 4, 2):
-        x, y = batch(vectors, rows, devices(1)[0])
+        x, y = batch(rows, devices(1)[0])
         loss_of(plain(x), y).backward()
         backward(parallel, x, y)
         same_gradients(parallel, plain)
@@ -238,7 +170,7 @@ def test_accumulation_and_clipping(devices, backward):
 class Checkpointed(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
-        self.first, self.second, self.reentrant = nn.Linear(6, 6), mlp(), reentrant
+        self.first, self.second, self.reentrant = nn.Linear(6, 6), small(), reentrant
 
     def forward(self, x):
         return checkpoint(self.second, self.first(x).tanh(), use_reentrant=self.reentrant)
@@ -324,7 +256,7 @@ def test_sparse_gradients(backward):
     plain, twin = pair(lambda: nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2)), "cpu")
     parallel = DataParallel(twin, ["cpu"] * 3)
     for _ in range(2):
-        x, y = batch(tokens, 7, "cpu")
+        x, y = torch.randint(10, (7, 4)), torch.randn(7, dtype=torch.float64)
         loss_of(plain(x), y).backward()
         backward(parallel, x, y)
         got, expected = twin[0].weight.grad, plain[0].weight.grad
@@ -352,7 +284,7 @@ def test_a_parameter_that_its_module_does_not_use_gets_no_gradient(devices, back
     for module in (plain, twin):  # a copy on another device is no leaf
         module.learned, module.idle = (b.detach().requires_grad_() for b in (module.learned, module.idle))
     parallel = DataParallel(twin, devices(3))
-    x, y = batch(vectors, 7, devices(1)[0])
+    x, y = batch(7, devices(1)[0])
     loss_of(plain(x), y).backward()
     backward(parallel, x, y)
     assert twin.unused.grad is twin.idle.grad is None
@@ -399,13 +331,13 @@ def test_step_with_one_batch_entry_and_with_three(devices):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = mlp()
+            self.layer = small()
 
         def forward(self, one, other):
             return self.layer(one + other)
 
     plain, twin = pair(Sum, devices(1)[0])
-    x, y = batch(vectors, 7, devices(1)[0])
+    x, y = batch(7, devices(1)[0])
     loss_of(plain(x, x * 2), y).backward()
     parallel = DataParallel(twin, devices(3))
     parallel.step(loss_of, x, x * 2, y)
@@ -599,7 +531,8 @@ def test_adversarial_steps_of_two_networks(devices):
     """Generator through discriminator: gradients of one network flow through the other."""
     results = []
     for wrap in (lambda m: m, lambda m: DataParallel(m, devices(3))):
-        generator, critic = (wrap(on(devices(1)[0], make)) for make in (Listed, mlp))
+        torch.manual_seed(1)
+        generator, critic = (wrap(on(devices(1)[0], make).double()) for make in (partial(mlp, 6, 6, 6), small))
         noise = torch.randn(7, 6, dtype=torch.float64).to(devices(1)[0])
         for _ in range(3):
             fake = generator(noise)
@@ -620,9 +553,9 @@ def test_adversarial_steps_of_two_networks(devices):
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_models_of_other_dtypes(devices, name):
     dtype = getattr(torch, name)
-    plain, twin = pair(mlp, devices(1)[0], dtype)
+    plain, twin = pair(small, devices(1)[0], dtype)
     parallel = DataParallel(twin, devices(3))
-    x, y = batch(vectors, 7, devices(1)[0], dtype)
+    x, y = batch(7, devices(1)[0], dtype)
     torch.testing.assert_close(parallel(x), plain(x))
     F.mse_loss(parallel(x), y[:, None].expand(7, 3)).backward()
     F.mse_loss(plain(x), y[:, None].expand(7, 3)).backward()

@@ -82,7 +82,7 @@ def by_function(network, devices):
 USES = {"replicate": by_replicate, "forward": by_forward, "step": by_step, "function": by_function}
 
 
-def trains_as_alone(network, loss, devices, steps=3):
+def trains_as_alone(network, loss, devices, steps=3, rows=None):
     """Losses and gradients of a use are those of the network itself, called with one part of the rows after the other.
 
     After each step all parameters are others, so that replicas must follow; in the last, the network is in eval mode.
@@ -92,7 +92,7 @@ def trains_as_alone(network, loss, devices, steps=3):
         return F.mse_loss(torch.cat([network(chunk) for chunk in x.tensor_split(len(devices))]), y)
 
     for step in range(steps):
-        x, y = (torch.randn(2 * len(devices) + 1, columns).to(devices[0]) for columns in (3, 2))
+        x, y = (torch.randn(rows or 2 * len(devices) + 1, columns).to(devices[0]) for columns in (3, 2))
         network.train(network.training and step < steps - 1)
         found = []
         for compute in (loss, alone):
