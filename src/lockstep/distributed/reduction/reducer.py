@@ -500,13 +500,13 @@ class Reducer:
         part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
         try:
             with self.collectives.phases.phase("finish", f"round {self.common.rounds + 1}"):
-                self._fail_round(part)
+                self._send_zeros(part)
         except (CommunicationError, AgreementError, OptionError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         except Exception as error:
             self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
 
-    def _fail_round(self, part: Part) -> None:
+    def _send_zeros(self, part: Part) -> None:
         step = self._steps[-1] if self._steps else None
         if step is None or step.round is None:
             self._check_alive()

@@ -208,32 +208,34 @@ class GroupScheduler(PassObserver):
             for each in watching:  # skip_on() takes part in the round after this
                 each.end_pass()
             return
-        failing = [module for module in watching if module.find_arrived()]
+        failed = [module for module in watching if module.find_arrived()]
         for each in self.modules:
-            if each in failing or each.counts_in_outer(this):
+            if each in failed or each.counts_in_outer(this):
                 continue
             # The pass has failed before it came here, and on the other ranks it comes: they wait for this module, too.
             if each.synchronises and each.is_within(reach, each in watching and each.through_forward):
-                failing.append(each)
+                failed.append(each)
             else:
                 each.rank_state.contribution.pass_lost()
-        self._fail(failing, this)
+        self.fail(failed, this)
         for each in watching:
             if each.watches(this):  # it does not synchronise, or no gradient of it was to come
                 each.end_pass()
 
     @torch.no_grad()
-    def _fail(self, modules: Sequence[Reducer], this: BackwardPass | None) -> None:
-        failing = [each for each in modules if each.synchronises]
-        failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
-        if failing:
+    def fail(self, modules: Sequence[Reducer] | None = None, this: BackwardPass | None = None) -> None:
+        """Tell the other ranks that this one cannot continue: its part in the rounds of ``modules``, or all, has
+        failed; ``this``: the pass that has failed, if it was one."""
+        modules = self._synchronising() if modules is None else modules
+        failed = [each for each in modules if each.synchronises and not (this is not None and this.has_failed(each))]
+        if failed:
             self.decisions.note_failure()
         try:
-            if failing and self.modules.exclusive:
-                failing[0].fail()
-            elif failing:
+            if failed and self.modules.exclusive:
+                failed[0].fail()
+            elif failed:
                 part = Part.SKIPS if self.decisions.skips_after(sys.exception()) else Part.FAILED
-                self._question = self.modules.tell(failing, part)
+                self._question = self.modules.tell(failed, part)
         except RuntimeError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
@@ -241,11 +243,11 @@ class GroupScheduler(PassObserver):
                 if this is not None:
                     this.note_failure(module)
                 module.rank_state.pass_failed()
-            if failing and not self.modules.exclusive:
+            if failed and not self.modules.exclusive:
                 self._end_rounds(this)
             else:
                 for module in modules:
-                    module.end_pass(failed=any(module is each for each in failing))
+                    module.end_pass(failed=any(module is each for each in failed))
 
     # ------------------------------------------------------------------------ an optimizer's step
 
@@ -311,11 +313,6 @@ class GroupScheduler(PassObserver):
         finally:
             for module in () if self.decisions.is_padding else self.modules:
                 module.rank_state.end_padding_batch()
-
-    @torch.no_grad()
-    def fail(self) -> None:
-        """Tell the other ranks that this one cannot continue."""
-        self._fail(self._synchronising(), None)
 
     def skip_batch(self) -> None:
         """Let all ranks leave out their current batch: take part in their round without a gradient.

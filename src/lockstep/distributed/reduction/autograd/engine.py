@@ -122,7 +122,7 @@ class BackwardPass:
         """Remember that every rank knows ``thing`` to have failed in this pass."""
         self._failed.add(id(thing))
 
-    def is_known_to_fail(self, thing: object) -> bool:
+    def has_failed(self, thing: object) -> bool:
         """Return True if :meth:`note_failure` was called for ``thing`` in this pass or one that it is nested with."""
         return id(thing) in self._failed
 

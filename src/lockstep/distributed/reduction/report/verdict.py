@@ -103,13 +103,15 @@ def judge(report: RoundReport, rank: int, ranks: Sequence[int], divisor: float) 
     if sums is None:
         return _USUAL if report.used is None else _USUAL._replace(used=report.used)
     rules = _ALWAYS if sums.skips else (*_ALWAYS, *_COUNTING)
-    warning = ""
+    error, warning = None, ""
     if statuses:
         case = _Case(_columns(statuses), statuses[rank], ranks[rank], ranks)
         error = _find_error(case, rules)
         warning = "" if error or sums.skips else _forwards_left_out(case)
-    else:
-        error = _failed_and_left(sums, rank, ranks) if sums.failed else None
+    elif sums.failed:  # it has ended its process, and could not give its status
+        who = ranks_that_failed(sums._asdict(), ranks)
+        message = f"rank {ranks[rank]}: backward failed on {who}; the error there says why. {NOT_HANDED_OUT}"
+        error = Refusal(PeerError, message)
     return Verdict(
         error=error,
         failed=sums.failed > 0,
@@ -171,7 +173,7 @@ def _find_error(case: _Case, rules: "Sequence[_Rule]") -> Refusal | None:
     return None
 
 
-def _backward_failed(case: _Case) -> str:
+def _failed(case: _Case) -> str:
     if Part.FAILED not in case.all_of.part:
         return ""
     other = case.ranks[case.all_of.part.index(Part.FAILED)]
@@ -179,13 +181,6 @@ def _backward_failed(case: _Case) -> str:
         f"rank {case.me}: backward failed on rank {other} in round {case.own.round}; that rank's own error says why. "
         f"{NOT_HANDED_OUT}"
     )
-
-
-def _failed_and_left(sums: Sums, rank: int, ranks: Sequence[int]) -> Refusal:
-    """Return the error where a rank has failed and ended its process, so that it could not give its status."""
-    who = ranks_that_failed(sums._asdict(), ranks)
-    message = f"rank {ranks[rank]}: backward failed on {who}; the error there says why. {NOT_HANDED_OUT}"
-    return Refusal(PeerError, message)
 
 
 def _in_other_rounds(case: _Case) -> str:
@@ -354,7 +349,7 @@ def _without_weight(case: _Case) -> str:
 
 _Rule = tuple[type[PeerError | OptionError], Callable[[_Case], str]]
 _ALWAYS: Sequence[_Rule] = (
-    (PeerError, _backward_failed),
+    (PeerError, _failed),
     (PeerError, _in_other_rounds),
     (PeerError, _at_other_batches),
     (PeerError, _in_other_passes),
