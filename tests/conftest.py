@@ -69,7 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("LOCKSTEP_TEST_TURNS", str(cache.mkdir("turns")))
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         # Its workers load the backend; it is compiled while they start, and import PyTorch.
-        threading.Thread(target=simulator.build).start()
+        if not torch.accelerator.is_available():
+            threading.Thread(target=simulator.build).start()
     else:
         config.stash[_backend] = simulator.load(DEVICES)
 
