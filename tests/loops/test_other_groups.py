@@ -58,3 +58,27 @@ def test_a_batch_that_no_module_leaves_out_is_an_error_on_all_ranks(rank, shares
         if shares is None:
             with model.no_sync():
                 loss.backward()
+
+
+@on_processes(2)
+def test_requests_to_stop_travel_over_every_group_of_the_same_ranks(rank):
+    model, reasons = over_another_group(rank), []
+    request = lockstep.loop.stop_when(lambda: reasons)
+    scalars_of(model, loss=model(torch.ones(1, 1)).sum())
+    reasons += [rank.rank] * rank.rank
+    assert not lockstep.should_stop()
+    scalars_of(model, loss=model(torch.ones(1, 1)).sum())
+    assert lockstep.should_stop()
+    assert request.should_stop
+
+
+@on_processes(2)
+def test_a_rank_that_looks_for_requests_that_nothing_brings_is_warned(rank):
+    request = lockstep.loop.stop_when(lambda: rank.rank == 1)
+    looks = [lockstep.should_stop() for _ in range(99)]
+    with pytest.warns(UserWarning, match=r"cannot become true: .* lockstep.loop.agree\(False\) in each step"):
+        looks.append(lockstep.should_stop())
+    assert not any(looks)
+    lockstep.loop.agree(False)
+    assert all(lockstep.should_stop() for _ in range(99))
+    assert request.should_stop

@@ -283,7 +283,7 @@ def _agree_on_lengths(
     collectives = Collectives(decisions.group, Phases())
     lines = loader.describe() if isinstance(loader, BalancedBatches) else []
     digest = text_digest(repr(lines)) if lines else 0
-    own_row = [own, has_padding, digest, decisions.asks_to_stop, rows_of_first]
+    own_row = [own, has_padding, digest, decisions.asks_to_stop(), rows_of_first]
     answers = all_gather_object(own_row, "batches()", collectives)
     if first_differing([each[2] for each in answers]) is not None:
         check_same_on_all_ranks(lines, collectives, what="batches()")

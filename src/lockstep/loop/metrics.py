@@ -209,7 +209,7 @@ def _sums(
     """
     digest = text_digest(repr([caller, *lines]), bits=_DIGEST_BITS)
     head = torch.tensor(
-        [*bits_of(digest, _DIGEST_BITS), weight, decisions.asks_to_stop], dtype=torch.float64, device="cpu"
+        [*bits_of(digest, _DIGEST_BITS), weight, decisions.asks_to_stop()], dtype=torch.float64, device="cpu"
     )
     row = torch.zeros(len(head) + _AT_ONCE, dtype=torch.float64, device=collectives.device)
     row[: len(head)] = head

@@ -68,10 +68,10 @@ def stop_when(request: Request, group: Group | None = None) -> Decisions:
 def should_stop(group: Group | None = None) -> bool:
     """Return True if any rank has asked to stop. The result is the same on all ranks in the same step.
 
-    Requests travel with other messages over the group: the report of each backward that synchronises, the lengths at
-    the beginning of a loop over :func:`batches`, and the messages of :func:`mean`, :func:`lockstep.loop.total` and
-    :func:`lockstep.loop.agree`. So a warm-up or an evaluation hears them, too. Communicates nothing itself. On an
-    accelerator, waits for the last report.
+    Requests travel with other messages over the group, and over other groups of the same ranks: the report of each
+    backward that synchronises, the lengths at the beginning of a loop over :func:`batches`, and the messages of
+    :func:`mean`, :func:`lockstep.loop.total` and :func:`lockstep.loop.agree`. So a warm-up or an evaluation hears them,
+    too. Warns if there are no such messages. Communicates nothing itself. On an accelerator, waits for the last report.
     """
     return decisions_of(needed_group(group)).should_stop
 
@@ -208,7 +208,7 @@ def agree(flag: object, group: Group | None = None) -> bool:
     """
     decisions = decisions_of(needed_group(group))
     collectives = Collectives(decisions.group, Phases())
-    numbers = torch.tensor([bool(flag), decisions.asks_to_stop], dtype=torch.int64).to(collectives.device)
+    numbers = torch.tensor([bool(flag), decisions.asks_to_stop()], dtype=torch.int64).to(collectives.device)
     collectives.all_reduce(numbers, "agree()").wait()
     agreed, stops = numbers.tolist()
     decisions.hear_requests(bool(stops))

@@ -337,7 +337,7 @@ class ShareModule:
             precision,
             now.modes,
             now.buffers.written,
-            stops=loops.asks_to_stop,
+            stops=loops.asks_to_stop(),
             skips=loops.skips_next,
             ends=loops.innermost.batch.ends,
             differs=now.exchange is None,

@@ -79,8 +79,8 @@ class GroupState:
         self.modules_with_shares = 0
         """The number of modules with shares replicated so far; kept when modules are freed
         (test_shares.py, test_modules_are_numbered_alike_whatever_has_been_freed)."""
-        self.shared: weakref.WeakValueDictionary[Callable[..., Any], Any] = weakref.WeakValueDictionary()
-        """The objects of :func:`shared_object`, by their class."""
+        self.shared: weakref.WeakValueDictionary[object, Any] = weakref.WeakValueDictionary()
+        """The objects of :func:`shared_object`, by their class, and of :func:`shared_by_ranks`."""
 
     def lose(self, reason: str) -> None:
         """Note that this rank cannot communicate over the group any more; the first reason counts."""
@@ -128,6 +128,19 @@ def shared_object(kind: Callable[[Any], T], group: Group | None) -> T:
         found: T | None = shared.get(kind)
         if found is None:
             found = shared[kind] = kind(group)
+        return found
+
+
+def shared_by_ranks(kind: Callable[[], T], group: Group) -> T:
+    """Return the object of a class for all groups of the same ranks, as :func:`shared_object`: those that the default
+    group knows; another group has one of its own."""
+    ranks = registered_ranks(group)
+    shared = state_of(group if ranks is None else dist.group.WORLD).shared
+    with _lock:
+        key = kind, *sorted(ranks or ())
+        found: T | None = shared.get(key)
+        if found is None:
+            found = shared[key] = kind()
         return found
 
 

@@ -160,7 +160,7 @@ class RankState:
         batch = loops.batch
         if batch:  # batches are compared, so that a forward beside them is none that was skipped
             unused_forwards = 0
-        stops, ends = loops.asks_to_stop, loops.innermost.batch.ends
+        stops, ends = loops.asks_to_stop(), loops.innermost.batch.ends
         self._drift.has_missed_steps |= part is Part.JOINED
         drift = self._drift.tell(number, known=self.steps.count != UNKNOWN_STEPS)
         return Status(

@@ -4,15 +4,18 @@ Each rank writes the state of its loop into the status of its next round (``repo
 same report, so all know in the same step. Loops may be nested; a round belongs to the innermost.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lockstep.distributed.comm.group_state import shared_object, state_of
+from lockstep.distributed.comm.group_state import shared_by_ranks, shared_object, state_of
 from lockstep.distributed.comm.groups import Group, is_registered
 from lockstep.distributed.reduction.report.verdict import LoopVerdict
 from lockstep.errors import OptionError, ShareError
+
+_MANY_LOOKS = 100
 
 
 class _Batch(NamedTuple):
@@ -80,6 +83,20 @@ class Loop:
         return self._active is None or self._active.now is None or rank in self._active.now
 
 
+class _StopRequests:
+    """Requests to stop, which travel over every group of the same ranks."""
+
+    def __init__(self) -> None:
+        self.own: list[Callable[[], object]] = []
+        """Those of this rank."""
+        self.heard = False
+        """True if any rank had asked to stop when the ranks last exchanged that, over any of the groups."""
+        self.heard_by: weakref.WeakSet[Decisions] = weakref.WeakSet()
+        """The decisions of the groups."""
+        self.looks = 0
+        """How often the program has looked since that exchange."""
+
+
 at_padding: "list[Decisions]" = []
 """Those whose rank is at a padding batch, once for each such loop. Mostly empty: then a step looks no further."""
 
@@ -95,11 +112,12 @@ class Decisions:
         """The loop that rounds belong to."""
         self.shares: list[int] = []
         """The shares of a batch that the rank is in."""
-        self._requests: list[Callable[[], object]] = []
+        self._requests = shared_by_ranks(_StopRequests, group)
+        self._requests.heard_by.add(self)
+        self._stops = False
         self._unfinished: list[weakref.WeakMethod[Any]] = []
         self.skips_next = False
         """True if the rank skips the batch in its next round, which has other micro-batches as well."""
-        self._stops = False
         self._skippable: list[tuple[type[BaseException], ...]] = []
 
     # ------------------------------------------------------------------------------ what this rank says
@@ -109,19 +127,21 @@ class Decisions:
         """The number of the batch that the innermost loop is at, counted by ``batches()``; 0 outside of loops."""
         return self._state.batch if len(self._loops) > 1 else 0
 
-    @property
     def asks_to_stop(self) -> bool:
-        """True if this rank's next report asks all ranks to stop."""
-        return bool(self._requests) and any(asks() for asks in self._requests)
+        """Return True if the report that is made now asks all ranks to stop."""
+        requests = self._requests
+        requests.looks = 0
+        return bool(requests.own) and any(asks() for asks in requests.own)
 
     def stop_when(self, request: Callable[[], object]) -> None:
         """Ask all ranks to stop as soon as ``request()`` returns a true value, such as a reason, before a report."""
-        if request not in self._requests:
-            self._requests.append(request)
+        if request not in self._requests.own:
+            self._requests.own.append(request)
 
     def hear_requests(self, stops: bool) -> None:
         """Some rank asks all to stop, if ``stops``: all ranks have exchanged that outside of a round, and all know."""
         self._stops = self._stops or stops
+        self._requests.heard |= stops
 
     @contextmanager
     def loop(self, looks_ahead: bool) -> Iterator[Loop]:
@@ -236,6 +256,8 @@ class Decisions:
         the round, and knows the state of the batch already.
         """
         self._stops = verdict.stops
+        # The report of a round in which this rank has failed is read late: another group's may have told since.
+        self._requests.heard = verdict.stops or (failed and self._requests.heard)
         (loop or self.innermost).update(verdict, failed, batch != self.batch)
 
     def note_failure(self, *, at_backward: bool = True) -> None:
@@ -295,8 +317,18 @@ class Decisions:
 
         Waits for the end of a round in which this rank has failed.
         """
-        self._finish_rounds()
-        return self._stops
+        requests = self._requests
+        for each in list(requests.heard_by):
+            each._finish_rounds()
+        requests.looks += 1
+        if requests.looks == _MANY_LOOKS and not requests.heard and self.group.size() > 1:
+            warnings.warn(
+                f"should_stop has been read {_MANY_LOOKS} times since the ranks of its group have last exchanged "
+                "anything, so it cannot become true: no module is trained that is replicated over the same ranks (over "
+                "one dimension of a mesh, for example). Call lockstep.loop.agree(False) in each step",
+                stacklevel=3,
+            )
+        return requests.heard
 
     @property
     def skipped(self) -> bool:
