@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import lockstep
 from lockstep.checkpoints.same_values import told
-from lockstep.errors import AgreementError
+from lockstep.errors import AgreementError, OutOfSyncError
+from processes import on_processes
 from programs.ranks import on_ranks
 
 EQUAL = [
@@ -62,3 +66,24 @@ def test_a_value_that_differs_by_rank_is_named_and_may_be_marked(rank, tmp_path)
     assert str(raised.value).startswith(told)
     assert "epoch=lockstep.checkpoints.per_rank(...)" in str(raised.value)
     assert (folder.exists(), found.values["epoch"]) == (True, rank.rank)
+
+
+@on_processes(4)
+def test_a_module_that_is_another_one_on_other_ranks_is_not_saved_once_for_all(rank):
+    with tempfile.TemporaryDirectory() as folder:
+        path = [folder] if rank.rank == 0 else [""]
+        dist.broadcast_object_list(path)
+        half = rank.rank % 2
+        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][half]
+        expert = lockstep.replicate(rank.make(lambda: torch.nn.Linear(2, 1)), process_group=group)
+        other = lockstep.replicate(torch.nn.Linear(2, 1 + half), process_group=group)
+        lockstep.save(path[0], expert=expert)
+        with torch.no_grad():
+            expert.weight.fill_(half)
+        with pytest.raises(OutOfSyncError, match=r"weight of expert .*per_rank\(module.state_dict\(\)\)"):
+            lockstep.save(path[0], expert=expert)
+        with pytest.raises(AgreementError, match="ranks differ in what is replicated, which is saved once"):
+            lockstep.save(path[0], other=other)
+        lockstep.save(path[0], expert=lockstep.checkpoints.per_rank(expert.state_dict()))
+        found = lockstep.resume(path[0]).values["expert"]
+        assert torch.equal(found["weight"], expert.weight)

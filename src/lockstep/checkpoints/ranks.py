@@ -97,13 +97,14 @@ class Ranks:
 
     def check_alike(self, objects: Mapping[str, Any]) -> None:
         """Raise :class:`OutOfSyncError`, on every rank, if replicas have drifted apart."""
-        values, optimizers = compared_in_save(objects, self.size)
+        values, optimizers = compared_in_save(objects)
         if self._collectives is not None and (values or optimizers):
             check_alike(
                 values,
                 optimizers,
                 self._collectives,
-                "Nothing has been saved; to save what the first rank has anyway, pass save(..., check=False)",
+                "Nothing has been saved; to save what the first rank has anyway, pass save(..., check=False), and "
+                "lockstep.checkpoints.per_rank(module.state_dict()) if each rank is to have its own",
             )
 
     def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:

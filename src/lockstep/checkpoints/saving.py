@@ -32,6 +32,7 @@ from lockstep.checkpoints.same_values import check_same_values, told
 from lockstep.checkpoints.state import VALUE, Entry, HostCopies, Parts, check_named, entries_of, folder_named, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.groups import Group
+from lockstep.distributed.replication.in_sync import compared_in_save
 from lockstep.errors import CheckpointError, OptionError
 
 
@@ -59,7 +60,8 @@ def save(
         group: The ranks; the default group if None, this process alone if there is none.
         check: If True, first compare the parameters of replicated modules, and the numbers and the state of the
             optimizers that step them, between the ranks, as :func:`lockstep.check_in_sync` does. That reads all of it
-            once. A model whose replicas have drifted apart is not saved.
+            once. A model whose replicas have drifted apart is not saved; nor is one that is replicated over a part of
+            the ranks and differs on others, since one file would have it for all: save it as ``per_rank``.
         **state: Modules (wrapped, compiled or plain), optimizers, schedulers, scalers, samplers and other objects with
             ``state_dict()`` and ``load_state_dict()``; generators; tensors, numbers, strings, and dicts, lists and
             tuples of these. Each name is the name of a file, without ``.pt``.
@@ -121,6 +123,7 @@ class Saving:
         self._new: NewFolder | None = None
         self._keep = 1
         self._step: int | None = None
+        self._checks = False
         self.number = 0
         """The number of this save, from :meth:`begin` on."""
 
@@ -145,6 +148,7 @@ class Saving:
 
         ``check``: compare what is to be alike on all ranks."""
         ranks, self._streams, self._keep, self._step = self._ranks, read_streams(), keep, step
+        self._checks = check
         try:
             answers = ranks.together("save()", lambda: self._prepare(state))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
@@ -226,6 +230,9 @@ class Saving:
         self._gathered = [entry for entry in entries if entry.is_gathered]
         self._check_loadable()
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
+        if self._checks:
+            layouts = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in compared_in_save(self._alike)[0]]
+            same["what is replicated, which is saved once for all ranks"] = told(layouts)
         alike = [name for name, kind in self._kinds.items() if kind == VALUE and self._ranks.size > 1]
         values = {name: told(self._parts[name].shared) for name in alike}
         answer = {"same": same, "values": values, "host": self._ranks.host}

@@ -89,13 +89,13 @@ def check_same_layouts(values: Values, collectives: Collectives, what: str) -> N
     check_same_on_all_ranks(lines, collectives, what=what)
 
 
-def compared_in_save(objects: Mapping[str, object], ranks: int) -> tuple[Values, list[Optimizer]]:
-    """Return the values that are to be alike, and the optimizers, of what a save of so many ranks has: the parameters
-    of replicated modules, and the state and the numbers of the optimizers that step them.
+def compared_in_save(objects: Mapping[str, object]) -> tuple[Values, list[Optimizer]]:
+    """Return the values that are to be alike, and the optimizers, of what a save has: the parameters of modules that
+    are replicated, over whichever ranks, and the state and the numbers of the optimizers that step them.
 
     Buffers may differ until the next backward makes them equal.
     """
-    compared = [(_has_local(each), each.replicated_names()) for each in replications() if _is_compared(each, ranks)]
+    compared = [(_has_local(each), each.replicated_names()) for each in replications() if _is_compared(each)]
     replicated = {number for _, own in compared for number in own}
     stateful = {number for is_local, own in compared if not is_local for number in own}
     names = {number: name for number, name in names_of_parameters().items() if number in stateful}
@@ -138,7 +138,12 @@ def parts_at_end(ranks: int) -> list[PartAtEnd]:
     parts: list[PartAtEnd] = []
     for each in replications():
         watch = each.drift
-        if watch is None or not _is_compared(each, ranks) or (watch.has_local_steps and watch.is_first):
+        if (
+            watch is None
+            or not _is_compared(each)
+            or each.group.size() != ranks
+            or (watch.has_local_steps and watch.is_first)
+        ):
             continue
         if each.started is None or not each.started.is_alive:  # of an earlier session
             continue
@@ -156,9 +161,9 @@ def parts_at_end(ranks: int) -> list[PartAtEnd]:
     return parts
 
 
-def _is_compared(replication: Replication, ranks: int) -> bool:
+def _is_compared(replication: Replication) -> bool:
     watch = replication.drift
-    return watch is not None and watch.compares and watch.is_alike and replication.group.size() == ranks
+    return watch is not None and watch.compares and watch.is_alike
 
 
 def _has_local(replication: Replication) -> bool:
