@@ -242,57 +242,6 @@ def test_backward_may_run_in_another_thread(rank, past_forward):
     assert seen == [1.5, 3.0, 4.5, 6.0]
 
 
-# ---------------------------------------------------------------------------------------------- weights
-
-
-@kinds
-@on_ranks(2)
-def test_means_over_tokens(rank, kind):
-    """Sums over tokens: 3 + 1 on rank 0, 5 + 0 on rank 1, then other numbers. One process has all of them."""
-    module = attach(rank, kind, rank.make(network))
-    reference = rank.make(network)
-    for counts in ([(3, 1), (5, 0)], [(1, 1), (1, 1)], [(2, 7), (4, 1)]):
-        parts = [[rows(10 * r + i, r, n, 3) for i, n in enumerate(own)] for r, own in enumerate(counts)]
-        for each in (module, reference):
-            each.zero_grad()
-        for number, part in enumerate(parts[rank.rank]):
-            with lockstep.accumulate(module, last=number == 1, weight=torch.tensor(len(part))):
-                module(part).square().sum().backward()
-        reference(torch.cat([part for own in parts for part in own])).square().mean().backward()
-        same_gradients(rank, module, reference, atol=1e-14)
-    module.zero_grad()
-    module(rows(5, rank.rank)).square().mean().backward()  # without weights again
-    reference.zero_grad()
-    reference(torch.cat([rows(5, r) for r in range(rank.world)])).square().mean().backward()
-    same_gradients(rank, module, reference, atol=1e-14)
-
-
-@on_ranks(2)
-def test_weights_are_summed_in_double_precision(rank):
-    """A weight that float32 does not hold, in a module of float32."""
-    module = replicated(rank)
-    weight = 2.0**24 + 1 if rank.rank == 0 else 1.0
-    with lockstep.accumulate(module, weight=weight):
-        (module(torch.ones(1, 1)).sum() * (2.0**24 + 2 if rank.rank == 0 else 0.0)).backward()
-    assert grad(module) == 1.0
-
-
-@on_ranks(2)
-def test_weights_that_make_no_sense(rank):
-    module = replicated(rank)
-    for weight, words in (
-        (-1.0, "a weight of -1.0"),
-        (float("nan"), "a weight of nan"),
-        (1.0 if rank.rank else None, "rank 0 gave no weight"),
-    ):
-        module.zero_grad()
-        with pytest.raises(lockstep.errors.OptionError, match=words), lockstep.accumulate(module, weight=weight):
-            module(x_of(rank)).sum().backward()
-    module.zero_grad()
-    module(x_of(rank)).sum().backward()  # goes on
-    assert grad(module) == 1.5
-
-
 # ------------------------------------------------------------------------------------------ forgotten
 
 
