@@ -444,12 +444,18 @@ def test_a_parameter_that_was_in_the_module_for_a_moment(rank, weight):
     assert (len(sent), layer.weight.grad.item()) == [(0, 1.0), (0, 2.0)][rank.rank]
 
 
+def enlarge(net):
+    net[1].weight.data = torch.ones(5, 1)
+
+
+@pytest.mark.parametrize("change", [assign_a_checkpoint, enlarge])
 @on_ranks(2)
-def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change(rank):
+def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change(rank, change):
     net, counts = replicated(rank, chain), []
     for step in range(7):
+        net.zero_grad()
         if step == 4:
-            assign_a_checkpoint(net)
+            change(net)
         with count_collectives(rank) as sent:
             net(x_of(rank)).sum().backward()
         counts.append(len(sent))

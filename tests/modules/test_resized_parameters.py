@@ -12,7 +12,6 @@ import lockstep
 from lockstep.errors import AgreementError, LockstepError
 from programs.networks import Applying
 from programs.ranks import on_ranks
-from threaded import count_collectives
 
 GROUPS = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 LARGE = 1 << 18
@@ -134,18 +133,3 @@ def test_a_change_within_a_window_of_weights_is_an_error_on_every_rank(rank):
     net.zero_grad()
     net(rank.rank + 1.0).backward()
     assert [p.grad.tolist() for p in net.parameters()] == [[1.5] * 3, [1.5] * 5]
-
-
-@on_ranks(2)
-def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change(rank):
-    net = lockstep.replicate(scaled(3, 3), process_group=rank.group)
-    counts = []
-    for step in range(6):
-        net.zero_grad()
-        if step == 3:
-            grow(net)
-        with count_collectives(rank) as seen:
-            net(1.0).backward()
-        counts.append(len(seen))
-    assert counts[2] == counts[5] == 1
-    assert counts[3] > 1
