@@ -7,7 +7,6 @@ cases share one launch. Numbers are those of threads at pytorch/pytorch in which
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import pickle
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate as replicate_of_torch
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
@@ -214,23 +212,7 @@ def made_equal_at_the_call(rank, implementation):
     return module.weight.item(), module.count.item()
 
 
-# --------------------------------------------------------------- decided when backward runs; freezing again
-
-
-@case(
-    theirs=[[1.0, 1.5], [2.0, 1.5]],
-    ours=[[1.5, 1.0], [1.5, 2.0]],
-)
-def no_sync_is_decided_in_backward(rank, implementation):
-    results = []
-    for around_forward in (True, False):
-        wrapper = ddp_class(implementation)(one_weight())
-        with wrapper.no_sync() if around_forward else contextlib.nullcontext():
-            loss = wrapper(x_of(rank)).sum()
-        with contextlib.nullcontext() if around_forward else wrapper.no_sync():
-            loss.backward()
-        results += scalars(wrapper)
-    return results
+# ------------------------------------------------------------------------------------- freezing again
 
 
 @case(
@@ -286,35 +268,6 @@ def save_and_load(module):
 # ------------------------------------------------------------------------------------------- buffers
 
 
-class Average(nn.Module):
-    """Multiplies by a running average of its inputs, a new tensor each time, which backward then needs."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = one_weight()
-        self.register_buffer("average", torch.zeros(1))
-
-    def forward(self, x):
-        self.average = 0.5 * self.average + 0.5 * x.detach().flatten()
-        return self.layer(x) * self.average
-
-
-@case(
-    theirs=[False, False],  # since 2.13 in silence
-    ours=[True, True],
-)
-def what_backward_has_saved_is_not_overwritten(rank, implementation):
-    local, wrapper = Average(), ddp_class(implementation)(Average())
-    for module in (local, wrapper):
-        losses = [module(x_of(rank)).sum() for _ in range(2)]
-        for loss in losses:  # after the first, buffers are made equal, while the second is still pending
-            with contextlib.suppress(RuntimeError):  # PyTorch's own up to 2.11: overwritten, and autograd notices
-                loss.backward()
-    (own,) = scalars(local)
-    parts = rank.gather(torch.tensor(own))
-    return scalars(wrapper) == [torch.stack(parts).mean().item()]
-
-
 def normalised():
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
 
@@ -329,42 +282,6 @@ def buffers_cost_no_collective(rank, implementation):
         wrapper(torch.randn(4, 2)).sum().backward()
     seen = collectives(lambda: wrapper(torch.randn(4, 2)).sum().backward())
     return seen["broadcast"] > 0, seen["allreduce"]
-
-
-@case(
-    theirs=[{}] * 2,
-    ours=[dict.fromkeys(("rank0", "mean", "local"), True)] * 2,
-)
-def buffers_follow_a_policy(rank, implementation):
-    policies = {} if implementation == "torch" else {"rank0": 1.0, "mean": 1.5, "local": rank.rank + 1.0}
-    results = {}
-    for policy, wanted in policies.items():
-        module = normalised()
-        replicated = lockstep.replicate(module, buffer_policy=policy)
-        module[1].running_mean.fill_(rank.rank + 1.0)
-        replicated[0](torch.ones(1, 2)).sum().backward()
-        results[policy] = module[1].running_mean.tolist() == [wanted] * 3
-    return results
-
-
-# --------------------------------------------------------------------------------------------- hooks
-
-
-def clips_and_compresses(group, bucket):
-    """Clipping before PyTorch's own compression, which communicates."""
-    bucket.set_buffer(bucket.buffer().clamp(max=1.5))
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-@case(
-    theirs=[[1.25]] * 2,
-    ours=[[1.25]] * 2,
-)
-def a_hook_that_calls_one_of_torch(rank, implementation):
-    wrapper = ddp_class(implementation)(one_weight())
-    wrapper.register_comm_hook(None, clips_and_compresses)
-    wrapper(x_of(rank)).sum().backward()
-    return scalars(wrapper)
 
 
 # ------------------------------------------------------------------------------------- without a flag

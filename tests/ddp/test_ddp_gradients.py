@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from ddp_reference import Bag, both, ddp_class, failure, gradients, own, scalars
 from processes import on_processes, run_processes
 from small_modules import one_weight, x_of
-from threaded import run_ranks
 
 # -------------------------------------------------------------------------------------------------- dtypes
 
@@ -196,12 +195,12 @@ class Checkpointed(nn.Module):
         return x
 
 
-def recompute(rank, implementation, cases, threads=False):
+def recompute(rank, implementation, cases):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-    results, group = {}, rank.group if threads else None
+    results = {}
     for (reentrant, times, shared, whole), options in cases:
         local = rank.make(lambda r=reentrant, t=times, s=shared: Checkpointed(r, t, s))
-        ddp = ddp_class(implementation)(copy.deepcopy(local), bucket_cap_mb=1e-5, process_group=group, **options)
+        ddp = ddp_class(implementation)(copy.deepcopy(local), bucket_cap_mb=1e-5, **options)
         for _ in range(3):
             for module, part in ((local, x), (ddp, own(rank, x))):
                 module.zero_grad(set_to_none=False)
@@ -233,9 +232,3 @@ def test_checkpointing(implementation):
         ((True, 2, True, False), static),
     ]
     assert_parity(run_processes(2, recompute, implementation, cases))
-
-
-def test_lockstep_checkpoints_without_a_flag():
-    cases = [(case, {}) for case in itertools.product((False, True), (1, 2), (False, True), (False,))]
-    cases += [((False, times, shared, True), {}) for times in (1, 2) for shared in (False, True)]
-    assert_parity(run_ranks(2, recompute, "lockstep", cases, True))

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import lockstep
 from ddp_reference import Branches, Mixed, both, both_since_2_13, ddp_class, gradients, own, scalars, values
 from processes import on_processes, run_processes
 from small_modules import fails_in_backward, one_weight, x_of
@@ -291,23 +290,6 @@ def test_lockstep_synchronises_each_of_two_backwards_through_one_forward(rank):
     first = scalars(ddp)
     b.sum().backward()
     assert (first, scalars(ddp)) == ([1.5, None, None], [1.5, 1.5, None])
-
-
-@on_processes(2)
-def test_lockstep_synchronises_past_forward_and_after_freezing_and_thawing(rank):
-    module = nn.Sequential(one_weight(), one_weight())
-    ddp = lockstep.DistributedDataParallel(module)
-    x, seen = x_of(rank), []
-    for run in (module[0], module, lambda x: module[1](module[0](x))):
-        ddp.zero_grad()
-        run(x).sum().backward()
-        seen.append(scalars(ddp))
-    for trained in (False, True):
-        module[0].weight.requires_grad_(trained)
-        ddp.zero_grad()
-        ddp(x).sum().backward()
-        seen.append(scalars(ddp))
-    assert seen == [[1.5, None], [1.5, 1.5], [1.5, 1.5], [None, 1.5], [1.5, 1.5]]
 
 
 @both

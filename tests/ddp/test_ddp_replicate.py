@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.distributed._composable.replicate import replicate as replicate_of_to
 from torch.nn import functional as F
 
 import lockstep
-from ddp_reference import both, failure, gradients, scalars, values
+from ddp_reference import both, failure, scalars, values
 from processes import on_processes
 from small_modules import one_weight, x_of
 
@@ -150,39 +149,3 @@ def test_what_is_sharded_is_refused_or_skipped(rank, implementation):
     assert "Cannot apply `replicate()` on a Module already managed by `fully_shard`" in message
     assert equal
     assert kind == "DTensor"
-
-
-# ------------------------------------------------------------------------------------------- only in ours
-
-
-@on_processes(2)
-def test_lockstep_does_better(rank):
-    seen = {}
-    seen["misspelt"] = failure(lambda: lockstep.replicate(one_weight(), bucket_cap=1))[0]
-    module = rank.make(network, seed=rank.rank)
-    lockstep.replicate(module)
-    seen["equal before any forward"] = all(rank.all_equal(value) for value in values(module))
-    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-    seen["copies"] = [
-        type(other) is nn.Sequential and all(map(torch.equal, values(other), values(module))) for other in copies
-    ]
-    for other in copies:  # on this rank only
-        if rank.rank == 0:
-            other(torch.ones(1, 2)).sum().backward()
-    module[3](torch.full((1, 4), rank.rank + 1.0)).sum().backward()
-    seen["submodule"] = [None if grad is None else grad.flatten()[0].item() for grad in gradients(module)]
-    module.zero_grad()
-    with module.no_sync():
-        module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
-    seen["not synchronised"] = rank.all_equal(module[3].weight.grad)
-    normalised = lockstep.replicate(nn.BatchNorm1d(1))  # the reference leaves buffers alone
-    normalised(torch.tensor([[1.0], [2.0 + rank.rank]])).square().sum().backward()
-    seen["buffers"] = rank.all_equal(normalised.running_mean)
-    assert "TypeError" in seen.pop("misspelt")
-    assert seen == {
-        "equal before any forward": True,
-        "copies": [True, True],
-        "submodule": [None, None, None, None, 1.5, 1.0],
-        "not synchronised": False,
-        "buffers": True,
-    }
