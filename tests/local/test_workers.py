@@ -564,8 +564,9 @@ def test_an_interrupt_of_the_callers_thread_waits_for_the_workers(kind):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_of_a_worker_is_a_failure(kind):
-    with pytest.raises(kind, match=r"Caught .* in replica 1"):
-        run_met(lambda: fail(kind("bad")) if current_replica().index else None)
+    with pytest.raises(kind, match=r"Caught .* in replica 1") as caught:
+        run_met(lambda: fail(kind(3)) if current_replica().index else None)
+    assert getattr(caught.value, "code", 3) == 3  # with which the process ends
 
 
 def test_an_error_that_cannot_be_rebuilt():
