@@ -81,6 +81,41 @@ def test_a_constant_number_of_hosts_is_tried_and_asked(count, monkeypatch):
     assert len(ring.tried) == len(ring.asked) == hosts.WITNESSES
     assert len(set(ring.asked)) == hosts.WITNESSES
     assert not {0, 1, 8, 9}.intersection(ring.asked)
+    assert all(ip.startswith("10.") for ip, _ in ring.tried)  # where ranks listen that others reach
+
+
+def test_one_rank_of_each_other_host_that_has_an_address(monkeypatch):
+    addresses = ["10.0.0.0", "10.0.0.2", "10.0.0.4", "127.0.0.1"]
+    assert Ring(monkeypatch, 6, []).hosts.at(addresses) == [4, 8]
+
+
+ALL = [f"node{number}" for number in range(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("silent", "reaching", "tries", "waits"),
+    [
+        (["node4"], ["node1"], False, 1),  # it reaches the host: no other answer would change that
+        (["node4"], ["node3"], True, 2),
+        (["node4"], [], False, 3),
+        ([], [], True, 0),  # the host answers
+        (ALL, [], False, 0),  # this host is cut off: no answer can come
+    ],
+)
+def test_how_many_answers_are_waited_for(silent, reaching, tries, waits, monkeypatch):
+    ring, answers, waited = Ring(monkeypatch, 8, silent, reaching), [], []
+    monkeypatch.setattr(hosts, "ANSWER_SECONDS", 30)
+
+    def tell(kind, inquiry, of, ranks):
+        answers.extend({"inquiry": inquiry, "rank": rank, "answers": rank in ring._reaching} for rank in ranks)
+
+    def wait(seconds):
+        waited.append(seconds)
+        ring.hosts.answered(answers.pop(0))
+
+    ring.hosts._tell, ring.hosts._changed.wait = tell, wait
+    ring.hosts.inquire(LOST, "rank 0 has heard nothing", tries=tries)
+    assert len(waited) == waits
 
 
 @pytest.mark.parametrize("silent", [[], ["node4"], ["node1", "node2", "node3", "node4", "node5"]])
