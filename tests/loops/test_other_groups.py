@@ -82,3 +82,15 @@ def test_a_rank_that_looks_for_requests_that_nothing_brings_is_warned(rank):
     lockstep.loop.agree(False)
     assert all(lockstep.should_stop() for _ in range(99))
     assert request.should_stop
+
+
+@on_processes(2)
+def test_samples_are_not_dealt_to_ranks_that_the_loop_does_not_serve(rank):
+    own = [dist.new_group([number]) for number in range(2)][rank.rank]
+    of_all = lockstep.loop.BalancedSampler([1] * 8, batch_size=4)
+    of_own = lockstep.loop.BalancedSampler([1] * 8, batch_size=4, process_group=own)
+    loaders = [torch.utils.data.DataLoader(range(8), batch_sampler=each) for each in (of_all, of_own)]
+    with pytest.raises(OptionError, match=f"to ranks 0, 1, and this loop is over rank {rank.rank} alone"):
+        lockstep.batches(loaders[0], group=own)
+    assert [len([*lockstep.batches(each)]) for each in loaders] == [2, 2]
+    assert sorted(torch.cat([*lockstep.batches(loaders[1], group=own)]).tolist()) == [*range(8)]

@@ -4,7 +4,7 @@ The samples of a global batch do not depend on the ranks. So with a loss that is
 ``accumulate(model, weight=tokens)``, the gradient is that of one process with the whole batch, whoever computes what.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import fsum
 from typing import Any
@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep._base.deal import Parts, costs_of, deal, deal_padded, digest_of
 from lockstep._base.seeds import derive_seed, seed_cpu
+from lockstep._base.texts import ranks_in_words
 from lockstep.distributed.comm.agreement import Line
-from lockstep.distributed.comm.groups import Group, resolve_group
+from lockstep.distributed.comm.groups import Group, global_ranks, resolve_group
 from lockstep.errors import OptionError
 
 
@@ -298,6 +299,17 @@ class BalancedBatches:
     def repeat_last(self) -> Any:
         """Return the epoch's last batch, for :func:`lockstep.batches` on a rank that has no batch left."""
         return self._sampler.repeat_last(self._loader)
+
+    def check_served(self, served: Sequence[int]) -> None:
+        """Raise :class:`OptionError` if samples are dealt to ranks that a loop, which serves some, does not serve."""
+        group = resolve_group(self._sampler._group)
+        dealt = [] if group is None else global_ranks(group)
+        if not set(dealt) <= set(served):
+            raise OptionError(
+                f"batches(): the BalancedSampler deals its samples to {ranks_in_words(dealt)}, and "
+                f"this loop is over {ranks_in_words(served)} alone, so no rank of it would train on the others: give "
+                "the sampler the process group that the modules are replicated over, BalancedSampler(process_group=)"
+            )
 
     def describe(self) -> list[Line]:
         """See :meth:`BalancedSampler.describe`."""

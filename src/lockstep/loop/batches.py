@@ -25,7 +25,7 @@ from lockstep._base.tree import tree_map
 from lockstep.distributed.comm.agreement import all_gather_object, check_same_on_all_ranks, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
-from lockstep.distributed.comm.groups import Group
+from lockstep.distributed.comm.groups import Group, global_ranks
 from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
@@ -74,7 +74,8 @@ def batches(
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
             fewer or more batches than its length. At a padding batch, backward reaches a module over another group that
             is not named (the other ranks of that group raise ``PeerError``). The loop is inside of a loop whose loader
-            has no length on some rank (on every rank).
+            has no length on some rank, or a ``BalancedSampler`` deals samples to ranks that the loop does not serve (on
+            every rank).
         PeerError: A rank has skipped a batch alone, by ``continue`` without :func:`lockstep.loop.skip_batch` (on every
             rank, in the next backward).
         CommunicationError: There is no group, or a rank does not answer.
@@ -105,6 +106,8 @@ class Batches(Generic[B]):
         self._padding = padding if padding is not None or self._own else _repeat_last(loader)
         has_padding = self._padding is not None
         warn_of_two_divisions(loader)
+        if isinstance(loader, BalancedBatches):
+            loader.check_served(sorted({rank for group in groups for rank in global_ranks(group)}))
         before = [first_rows.pop(each.group, 0) for each in self._schedulers]
         self._rows = [
             _agree_on_lengths(self._own, has_padding, each.decisions, rows, loader)
