@@ -26,7 +26,6 @@ from lockstep.phases import Phases
 def mean_over_ranks(tensors: Tensor, process_group: Group | None = None) -> Tensor: ...
 @overload
 def mean_over_ranks(tensors: Sequence[Tensor], process_group: Group | None = None) -> tuple[Tensor, ...]: ...
-@outside_compiler
 def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | None = None) -> Any:
     """Return the mean over the ranks of a tensor, or of each of several; differentiable once.
 
@@ -67,8 +66,12 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
 
     Stands for: ``torch.distributed.nn.functional.all_reduce`` divided by the world size.
     """
-    group = needed_group(process_group)
-    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    means = _means([tensors] if isinstance(tensors, Tensor) else list(tensors), needed_group(process_group))
+    return means[0] if isinstance(tensors, Tensor) else means
+
+
+@outside_compiler
+def _means(listed: list[Tensor], group: Group) -> tuple[Tensor, ...]:
     collectives = Collectives(group, Phases())
     lines = [Line("the number of tensors given to mean_over_ranks()", str(len(listed)))]
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
@@ -84,7 +87,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     means: tuple[Tensor, ...] = _Mean.apply(counting, joined, *listed) if listed else ()
     for number in sorted({number for row in answers for number in row[2:]} & modules.keys()):
         lead_to(modules[number], means[0])
-    return means[0] if isinstance(tensors, Tensor) else means
+    return means
 
 
 def padding_ranks(answers: Sequence[object]) -> list[bool]:
