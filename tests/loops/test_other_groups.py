@@ -75,12 +75,12 @@ def test_requests_to_stop_travel_over_every_group_of_the_same_ranks(rank):
 @on_processes(2)
 def test_a_rank_that_looks_for_requests_that_nothing_brings_is_warned(rank):
     request = lockstep.loop.stop_when(lambda: rank.rank == 1)
-    looks = [lockstep.should_stop() for _ in range(99)]
-    with pytest.warns(UserWarning, match=r"cannot become true: .* lockstep.loop.agree\(False\) in each step"):
+    looks = [lockstep.should_stop() for _ in range(999)]
+    with pytest.warns(UserWarning, match=r"only when they do.* lockstep\.loop\.agree\(False\) in each step"):
         looks.append(lockstep.should_stop())
     assert not any(looks)
     lockstep.loop.agree(False)
-    assert all(lockstep.should_stop() for _ in range(99))
+    assert all(lockstep.should_stop() for _ in range(999))
     assert request.should_stop
 
 

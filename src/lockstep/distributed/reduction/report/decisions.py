@@ -15,7 +15,8 @@ from lockstep.distributed.comm.groups import Group, is_registered
 from lockstep.distributed.reduction.report.verdict import LoopVerdict
 from lockstep.errors import OptionError, ShareError
 
-_MANY_LOOKS = 100
+_MANY_LOOKS = 1000
+"""More than there are micro-batches in a step, or batches in most evaluations."""
 
 
 class _Batch(NamedTuple):
@@ -324,8 +325,8 @@ class Decisions:
         if requests.looks == _MANY_LOOKS and not requests.heard and self.group.size() > 1:
             warnings.warn(
                 f"should_stop has been read {_MANY_LOOKS} times since the ranks of its group have last exchanged "
-                "anything, so it cannot become true: no module is trained that is replicated over the same ranks (over "
-                "one dimension of a mesh, for example). Call lockstep.loop.agree(False) in each step",
+                "anything, and becomes true only when they do. If the modules are replicated over other ranks (one "
+                "dimension of a mesh, for example), call lockstep.loop.agree(False) in each step",
                 stacklevel=3,
             )
         return requests.heard
