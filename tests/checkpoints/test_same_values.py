@@ -87,3 +87,22 @@ def test_a_module_that_is_another_one_on_other_ranks_is_not_saved_once_for_all(r
         lockstep.save(path[0], expert=lockstep.checkpoints.per_rank(expert.state_dict()))
         found = lockstep.resume(path[0]).values["expert"]
         assert torch.equal(found["weight"], expert.weight)
+        own = [dist.new_group([number]) for number in range(4)][rank.rank]
+        with pytest.warns(RuntimeWarning, match=f"a process group of rank {rank.rank} alone"):
+            alone = lockstep.replicate(torch.nn.Linear(2, 1), process_group=own)
+        torch.nn.init.constant_(alone.weight, rank.rank)
+        with pytest.raises(OutOfSyncError, match="weight of alone"):
+            lockstep.save(path[0], alone=alone)
+
+
+@on_processes(4)
+def test_a_module_that_is_another_one_on_other_ranks_is_in_no_snapshot_for_all(rank):
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank.rank % 2]
+    expert = lockstep.replicate(torch.nn.Linear(2, 1), process_group=group)
+    torch.nn.init.constant_(expert.weight, rank.rank % 2)
+    with lockstep.session() as run:
+        path = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(path)
+        assert run.snapshot(path[0], every=1, expert=lockstep.checkpoints.per_rank(expert.state_dict()))
+        with pytest.raises(OutOfSyncError, match=r"weight of expert .*per_rank\(module.state_dict\(\)\)"):
+            run.snapshot(path[0] + "2", every=1, expert=expert)

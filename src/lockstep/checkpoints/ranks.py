@@ -4,16 +4,18 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
+
+from torch.optim import Optimizer
 
 from lockstep._base.store import BoundedStore
 from lockstep._base.texts import shortened
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.groups import Group, resolve_group
-from lockstep.distributed.replication.in_sync import check_alike, compared_in_save
+from lockstep.distributed.replication.in_sync import Values, check_alike
 from lockstep.errors import AgreementError, CheckpointError, CommunicationError
 from lockstep.phases import Phases
 
@@ -95,16 +97,15 @@ class Ranks:
                 self.tell(None, "an error of all ranks")
             raise
 
-    def check_alike(self, objects: Mapping[str, Any]) -> None:
+    def check_alike(self, values: Values, optimizers: Sequence[Optimizer]) -> None:
         """Raise :class:`OutOfSyncError`, on every rank, if replicas have drifted apart."""
-        values, optimizers = compared_in_save(objects)
         if self._collectives is not None and (values or optimizers):
             check_alike(
                 values,
                 optimizers,
                 self._collectives,
-                "Nothing has been saved; to save what the first rank has anyway, pass save(..., check=False), and "
-                "lockstep.checkpoints.per_rank(module.state_dict()) if each rank is to have its own",
+                "Nothing has been saved. If each rank is to have its own, save "
+                "lockstep.checkpoints.per_rank(module.state_dict()); save(check=False) saves what the first rank has",
             )
 
     def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:

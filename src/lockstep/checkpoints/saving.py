@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from lockstep._base.debug import log_of
 from lockstep.checkpoints import loadable
@@ -32,7 +33,7 @@ from lockstep.checkpoints.same_values import check_same_values, told
 from lockstep.checkpoints.state import VALUE, Entry, HostCopies, Parts, check_named, entries_of, folder_named, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.groups import Group
-from lockstep.distributed.replication.in_sync import compared_in_save
+from lockstep.distributed.replication.in_sync import Values, compared_in_save
 from lockstep.errors import CheckpointError, OptionError
 
 
@@ -154,8 +155,7 @@ class Saving:
             ranks.check_equal("save()", [answer["same"] for answer in answers])
             with ranks.in_unison():
                 check_same_values(ranks.names, [answer["values"] for answer in answers])
-                if check:
-                    ranks.check_alike(self._alike)
+                ranks.check_alike(*self._compared())
             self._answers = answers
             self.number = 1 + max(answer["highest"] for answer in answers)
             if ranks.rank:
@@ -206,6 +206,10 @@ class Saving:
 
     # ------------------------------------------------------------- what is otherwise for a folder in memory
 
+    def _compared(self) -> tuple[Values, list[Optimizer]]:
+        """Return what the ranks compare before anything is written."""
+        return compared_in_save(self._alike) if self._checks else ([], [])
+
     def _own_run(self) -> str:
         return lineage_of(self._path).run
 
@@ -230,9 +234,8 @@ class Saving:
         self._gathered = [entry for entry in entries if entry.is_gathered]
         self._check_loadable()
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
-        if self._checks:
-            layouts = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in compared_in_save(self._alike)[0]]
-            same["what is replicated, which is saved once for all ranks"] = told(layouts)
+        layouts = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in self._compared()[0]]
+        same["what is replicated, which is saved once for all ranks"] = told(layouts)
         alike = [name for name, kind in self._kinds.items() if kind == VALUE and self._ranks.size > 1]
         values = {name: told(self._parts[name].shared) for name in alike}
         answer = {"same": same, "values": values, "host": self._ranks.host}

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from torch.optim import Optimizer
+
 from lockstep._base.tree import tensors_in
 from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import UNFINISHED, list_saved
@@ -14,6 +16,7 @@ from lockstep.checkpoints.lineage import lineage_of
 from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room, has_memory, mark
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.saving import Saving
+from lockstep.distributed.replication.in_sync import Values, compared_in_save
 from lockstep.errors import CheckpointError, OptionError
 
 
@@ -133,6 +136,10 @@ class _Snapshot(Saving):
             size = sum(each.nbytes for parts in self._parts.values() for each in tensors_in([parts.shared, parts.own]))
             check_room(self._path, 2 * size - self._memory.size)
         return answer
+
+    def _compared(self) -> tuple[Values, list[Optimizer]]:
+        """Compare in the first snapshot what is replicated over a part of the ranks: one file has it for all."""
+        return compared_in_save(self._alike, apart_from=self._ranks.size) if self._first else ([], [])
 
     def _own_run(self) -> str:
         found = [each.number for each in list_saved(self._path) if each.is_finished]

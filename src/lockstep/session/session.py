@@ -291,6 +291,7 @@ class Session:
         Raises:
             CheckpointError: The snapshot could not be taken on some rank, or there is no ``/dev/shm``.
             AgreementError: As :meth:`save`.
+            OutOfSyncError: A module that is replicated over a part of the ranks differs on others.
 
         A call that takes a snapshot communicates what :func:`lockstep.save` does; other calls communicate nothing.
         """

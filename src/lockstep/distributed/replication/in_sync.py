@@ -89,13 +89,15 @@ def check_same_layouts(values: Values, collectives: Collectives, what: str) -> N
     check_same_on_all_ranks(lines, collectives, what=what)
 
 
-def compared_in_save(objects: Mapping[str, object]) -> tuple[Values, list[Optimizer]]:
+def compared_in_save(objects: Mapping[str, object], apart_from: int = 0) -> tuple[Values, list[Optimizer]]:
     """Return the values that are to be alike, and the optimizers, of what a save has: the parameters of modules that
     are replicated, over whichever ranks, and the state and the numbers of the optimizers that step them.
 
-    Buffers may differ until the next backward makes them equal.
+    Buffers may differ until the next backward makes them equal. Left out are modules replicated over ``apart_from``
+    ranks. One that is replicated over a single rank counts: other ranks may have another one of its kind.
     """
-    compared = [(_has_local(each), each.replicated_names()) for each in replications() if _is_compared(each)]
+    found = [each for each in replications() if _is_compared(each) or each.group.size() == 1]
+    compared = [(_has_local(each), each.replicated_names()) for each in found if each.group.size() != apart_from]
     replicated = {number for _, own in compared for number in own}
     stateful = {number for is_local, own in compared if not is_local for number in own}
     names = {number: name for number, name in names_of_parameters().items() if number in stateful}
