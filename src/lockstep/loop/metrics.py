@@ -45,7 +45,7 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
             (of its dtype if that is floating, else float64). Sums are taken in float64, so means of whole numbers are
             exact if their sums, times the weights, stay below 2**53.
 
-    Communicates one all-reduce of 130 numbers of float64, and waits for it. More than 64 values take a second one.
+    Communicates one all-reduce of 131 numbers of float64, and waits for it. More than 64 values take a second one.
     Tensors on an accelerator, and the weight, are read with one copy, which waits for the device; the results go back
     with another.
 
@@ -64,7 +64,7 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
     Stands for: ``all_reduce`` of sums and of counts, and the division.
     """
     decisions = decisions_of(needed_group(group))
-    found = _sum(values, 0.0 if decisions.is_padding else weight, "mean", decisions)
+    found = _sum(values, weight, "mean", decisions)
     if found.parts and not 0 < found.weights < float("inf"):
         others = f" and {len(found.parts) - 1} more" if len(found.parts) > 1 else ""
         raise OptionError(
@@ -108,7 +108,7 @@ def total(counts: T, group: Group | None = None) -> T:
     In PyTorch: ``all_reduce`` of the counts.
     """
     decisions = decisions_of(needed_group(group))
-    found = _sum(counts, 0.0 if decisions.is_padding else 1.0, "total", decisions)
+    found = _sum(counts, 1.0, "total", decisions)
     totals: T = found.build(found.sums)
     return totals
 
@@ -149,11 +149,12 @@ def _sum(values: Any, weight: float | Tensor, caller: str, decisions: Decisions)
         expected = f"{own}, expected a finite number, 0 or more"
         problems.insert(0, f"a weight of {expected}")
         lines.append(Line(f"the weight given to {caller}()", expected))
+    pads = decisions.counts_nothing
     with torch.no_grad():
-        flat = torch.zeros(sum(each.numel() for each in numbers), dtype=torch.float64, device=collectives.device)
-        if own and numbers:
-            torch.cat(numbers, out=flat)
-        sums, weights = _sums(flat.mul_(own), own, lines, caller, collectives, decisions)
+        flat = torch.cat(numbers or [of_rank[:0]])
+        sums, weights, padding = _sums(flat, 0.0 if pads else own, pads, lines, caller, collectives, decisions)
+        if padding == collectives.world:  # none of the ranks has a batch in a loop over other ranks: they are alike
+            sums, weights, _ = _sums(flat, own, pads, lines, caller, collectives, decisions)
     if problems:  # the same on all ranks, or the sums would have raised
         raise OptionError(f"{caller}() got {problems[0]}")
     return _Sums(tree, parts, sums, weights)
@@ -200,23 +201,30 @@ def _part(leaf: Leaf, caller: str) -> _Part:
 
 
 def _sums(
-    flat: Tensor, weight: float, lines: Sequence[Line], caller: str, collectives: Collectives, decisions: Decisions
-) -> tuple[Tensor, float]:
-    """Return the sums of all ranks' numbers, and of their weights.
+    flat: Tensor,
+    weight: float,
+    pads: bool,
+    lines: Sequence[Line],
+    caller: str,
+    collectives: Collectives,
+    decisions: Decisions,
+) -> tuple[Tensor, float, float]:
+    """Return the sums of all ranks' numbers, times their weights, and of the weights; and how many ranks are at a
+    padding batch, as this one if it ``pads``.
 
     The bits of a digest of the structure of a rank's values travel in front. If digests differ, all ranks know, and
     exchange descriptions of their values. Requests to stop travel with them.
     """
     digest = text_digest(repr([caller, *lines]), bits=_DIGEST_BITS)
-    head = torch.tensor(
-        [*bits_of(digest, _DIGEST_BITS), weight, decisions.asks_to_stop()], dtype=torch.float64, device="cpu"
-    )
+    numbers = [*bits_of(digest, _DIGEST_BITS), weight, pads, decisions.asks_to_stop()]
+    head = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    flat = flat * weight if weight else torch.zeros_like(flat)  # whatever the numbers are
     row = torch.zeros(len(head) + _AT_ONCE, dtype=torch.float64, device=collectives.device)
     row[: len(head)] = head
     first = flat[:_AT_ONCE]
     row[len(head) : len(head) + first.numel()] = first
     collectives.all_reduce(row, f"{caller}()").wait()
-    *digests, weights, stops = row[: len(head)].tolist()
+    *digests, weights, padding, stops = row[: len(head)].tolist()
     decisions.hear_requests(stops > 0)
     if not are_alike(digests, collectives.world):
         other = first_differing(all_gather_object(digest, "mean() or total()", collectives))
@@ -225,7 +233,7 @@ def _sums(
     rest = flat[_AT_ONCE:]
     if rest.numel():
         collectives.all_reduce(rest, f"{caller}()").wait()
-    return torch.cat([row[len(head) :][: first.numel()], rest]), weights
+    return torch.cat([row[len(head) :][: first.numel()], rest]), weights, padding
 
 
 def _raise_difference(lines: Sequence[Line], other: int, caller: str, collectives: Collectives) -> NoReturn:

@@ -21,7 +21,7 @@ from lockstep.phases import Phases
 
 Request = Callable[[], object]
 _BY_ROUNDS = "batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients"
-_SKIP_ON = "lockstep.loop.skip_on(..., modules=[model])"
+_SKIP_ON = "lockstep.loop.skip_on(torch.OutOfMemoryError, modules=[model])"
 
 P = ParamSpec("P")
 
