@@ -52,7 +52,6 @@ from lockstep.distributed.reduction.autograd.engine import (
 )
 from lockstep.distributed.reduction.autograd.gradients import GradientSnapshot
 from lockstep.distributed.reduction.autograd.graph import ReachableLeaves
-from lockstep.distributed.reduction.buckets.gradient_buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.module.managed_parameters import (
     ManagedParameter,
@@ -114,8 +113,6 @@ class Reducer:
         """True if backward passes may reach the module without going through outputs of its forward: until one pass has
         gone through them, and always once a pass has not."""
         self._has_gone_past_forward = False
-        self._triggers: dict[int, Trigger] = {}  # by number of the parameter, put onto it while a pass runs
-        self._triggers_of: BucketsInUse | None = None  # the buckets that they are for; None: to be chosen anew
         self.retired = False
 
     @property
@@ -164,11 +161,12 @@ class Reducer:
         triggers: dict[int, Trigger] = {}
         # Else nothing leaves before the pass has ended, and the order of gradients is known.
         if rank_state.requires_sync and (self.common.modules.exclusive or self.common.plan.observes):
-            if self._triggers_of is not self.common.buckets:  # the plan has changed since the last pass
-                self._choose_triggers()
+            buckets = self.common.buckets
+            if buckets.triggers is None:  # the plan has changed since the last pass
+                buckets.triggers = self._choose_triggers()
+            triggers = buckets.triggers
             if self.common.plan.observes:
                 self.common.plan.begin_round()
-            triggers = self._triggers
         if triggers or any(map(hooks_of, parameters)):
             on = [(self.parameters[number].parameter, trigger) for number, trigger in triggers.items()]
             step.hooks = PassHooks(parameters, on)
@@ -246,17 +244,17 @@ class Reducer:
 
     # ------------------------------------------------------------------------------------ fill
 
-    def _choose_triggers(self) -> None:
-        """Choose the parameters that get a trigger while a pass runs: those whose gradients are expected last in their
-        bucket, or all as long as the order is not known."""
-        buckets = self._triggers_of = self.common.buckets
+    def _choose_triggers(self) -> dict[int, Trigger]:
+        """Return the triggers of a pass: on the parameters whose gradients are expected last in their bucket, or on all
+        as long as the order is not known."""
+        buckets = self.common.buckets
         if self.common.plan.observes:
             numbers = [member.index for member in self.parameters]
         else:
             early = [each for each in buckets.in_order if not each.waits_for_end]
             numbers = [each.planned.indices[-1] for each in early]
             numbers += [member.index for each in early for member in each.members if member.needs_stream]
-        self._triggers = {number: self._new_trigger(number) for number in numbers}
+        return {number: self._new_trigger(number) for number in numbers}
 
     def _new_trigger(self, number: int) -> Trigger:
         return (StreamTrigger if self.parameters[number].needs_stream else Trigger)(number, self)
@@ -266,7 +264,7 @@ class Reducer:
         pass are others."""
         with self._lock:
             self.parameters[index].note_stream()
-            self._triggers_of = None
+            self.common.buckets.triggers = None
 
     def gradient_triggered(self, index: int) -> None:
         """Note that autograd has accumulated the gradient of a parameter that has a trigger."""
@@ -478,10 +476,10 @@ class Reducer:
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
         if ended.is_applied or ended.has_begun:
             self.common.rounds = self.common.drift.round = ended.number  # others may have had something of it
-        if self._triggers_of is self.common.buckets:
-            for before, number in ended.moved_triggers.items():  # another gradient was the last one of its bucket
-                if self._triggers.pop(before, None) is not None:
-                    self._triggers[number] = self._new_trigger(number)
+        triggers = self.common.buckets.triggers or {}
+        for before, number in ended.moved_triggers.items():  # another gradient was the last one of its bucket
+            if triggers.pop(before, None) is not None:
+                triggers[number] = self._new_trigger(number)
 
     def _drop_steps(self) -> None:
         while self._steps:

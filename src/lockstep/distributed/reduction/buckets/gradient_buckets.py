@@ -12,7 +12,7 @@ from lockstep.distributed.comm.record import FAILURE, ranks_that_failed
 from lockstep.distributed.comm.rows import SumOfRows
 from lockstep.distributed.reduction.buckets.bucket import Bucket, Empty, with_rows
 from lockstep.distributed.reduction.buckets.plan import AdaptivePlan
-from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter
+from lockstep.distributed.reduction.module.managed_parameters import ManagedParameter, Trigger
 from lockstep.errors import PeerError
 
 
@@ -54,6 +54,8 @@ class BucketsInUse:
         """The bucket that carries the report behind its gradients, or None."""
         self.unbucketed = [index for index, bucket in enumerate(self.of) if bucket is None]
         """The parameters that have no bucket."""
+        self.triggers: dict[int, Trigger] | None = None
+        """What a pass puts onto parameters while it runs, by their numbers; None: to be chosen anew."""
 
     def not_given(self, grads: Sequence[Tensor | None]) -> list[int]:
         """Return the numbers of parameters whose gradients, of ``grads``, may not be those that their bucket has given
