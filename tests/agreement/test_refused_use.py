@@ -212,8 +212,10 @@ def test_a_parameter_that_is_replaced_is_trained_on_this_rank_alone_as_with_any_
 def test_means_of_what_cannot_be_averaged():
     group = alone()
     assert lockstep.loop.mean_over_ranks([], group) == ()
-    with pytest.raises((TypeError, AttributeError)):
-        lockstep.loop.mean_over_ranks([1.0], group)
+    sparse = torch.ones(2, requires_grad=True) * torch.eye(2).to_sparse()
+    for each, name in ((1.0, "a float"), (None, "None"), (torch.ones(2).int(), "int32"), (sparse, "sparse_coo")):
+        with pytest.raises(OptionError, match=rf"tensor 1 given to mean_over_ranks\(\) is .*{name}"):
+            lockstep.loop.mean_over_ranks([torch.ones(1), each], group)
     with pytest.raises((TypeError, AttributeError)):
         lockstep.loop.mean_over_ranks(None, group)
 

@@ -65,6 +65,12 @@ def own_part(model, x):
     return cross_entropy(logits[own], labels[own], reduction="sum") * model.ranks / len(features)
 
 
+def in_place(model, x):
+    """The whole loss, of rows that are written to."""
+    features, _ = gather_rows(model(x), model)
+    return cross_entropy(*similar(features.mul_(2), model.scale))
+
+
 def gradients(model):
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -87,7 +93,7 @@ def beside_one_process(rank, loss_of, *inputs):
 
 
 @worlds
-@pytest.mark.parametrize("loss_of", [whole_loss, own_part])
+@pytest.mark.parametrize("loss_of", [whole_loss, own_part, in_place])
 @on_ranks(None, "world")
 def test_gradients_are_those_of_one_process(rank, loss_of):
     beside_one_process(rank, loss_of, drawn(6, 5))
@@ -176,11 +182,13 @@ def test_nested_rows_and_what_is_this_ranks(rank, world):
     x, labels = drawn(6, 5), torch.arange(6)
     model = lockstep.replicate(Encoder(), process_group=rank.group)
     given = {"x": parts(x, rank), "labels": parts(labels, rank), "name": "kept", "half": parts(x, rank).bfloat16()}
+    given["no numbers"] = given["x"][:, :0]
     rows, own = gather_rows(given, model)
     assert torch.equal(rows["x"], x)
     assert torch.equal(rows["labels"], labels)
     assert torch.equal(rows["half"], x.bfloat16())
     assert rows["name"] == "kept"
+    assert rows["no numbers"].shape == (6, 0)
     assert torch.equal(rows["labels"][own], given["labels"])
     assert rows["x"].grad_fn is None
     assert not rows["x"].requires_grad

@@ -58,7 +58,11 @@ def test_numbers_of_a_rank_that_has_run_out_do_not_count_over_groups_that_the_lo
 
 
 @pytest.mark.parametrize("shares", [None, 2])
-@on_processes(2, raises=OptionError, says=["skip_on() has nothing to leave out", "skip_on(torch.OutOfMemoryError, modules=[model])"])
+@on_processes(
+    2,
+    raises=OptionError,
+    says=["skip_on() has nothing to leave out", "skip_on(torch.OutOfMemoryError, modules=[model])"],
+)
 def test_a_batch_that_no_module_leaves_out_is_an_error_on_all_ranks(rank, shares):
     model = nn.Linear(3, 1).double()
     lockstep.replicate(model, **({"shares": shares} if shares else {"process_group": dist.new_group()}))

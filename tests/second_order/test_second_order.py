@@ -49,15 +49,22 @@ DIFFERENT = {
         "the number of tensors given to mean_over_ranks\\(\\): rank 0 has 1; rank 1 has 2",
     ),
     "kinds": ([torch.ones(2)], [1.0], "rank 1 has a float"),
+    "unused parameters": (
+        [torch.ones(2)] * 2,
+        [torch.ones(2, requires_grad=True), None],
+        "tensor 1 .* rank 1 has None .*materialize_grads=True",
+    ),
 }
 
 
 @pytest.mark.parametrize(("first", "second", "message"), DIFFERENT.values(), ids=DIFFERENT)
 @on_ranks(2)
 def test_means_of_different_things_are_an_error_on_every_rank(rank, first, second, message):
+    model = replicated(rank)  # what leads to it is looked for
     with pytest.raises(AgreementError, match=message):
         lockstep.loop.mean_over_ranks(second if rank.rank else first, rank.group)
     assert lockstep.loop.mean_over_ranks(torch.ones(1) * rank.rank, rank.group).item() == 0.5
+    assert model.weight.grad is None
 
 
 # ------------------------------------------------------------------------------ gradients of gradients

@@ -262,7 +262,9 @@ class _Rows:
         for n, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
             sizes = [count * self.row_bytes[n] for count in self.counts]
             parts = [flat[rank, starts[n] : starts[n] + size] for rank, size in enumerate(sizes)]
-            found.append(torch.cat(parts).view(dtype).view(-1, *shape))
+            rows = flat.new_empty(sum(self.counts), *shape, dtype=dtype)  # no view: a program may write to it
+            torch.cat(parts, out=as_bytes(rows))
+            found.append(rows)
         return found
 
     def sum_own(self, grads: Sequence[Tensor | None], like: Tensor, failed: bool = False) -> list[Tensor | None]:

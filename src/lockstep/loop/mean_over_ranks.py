@@ -18,7 +18,7 @@ from lockstep.distributed.reduction.autograd.graph import MEANS, MeanInPass, mar
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.report.decisions import decisions_of
 from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.errors import GradientError, PeerError
+from lockstep.errors import GradientError, OptionError, PeerError
 from lockstep.phases import Phases
 
 
@@ -50,6 +50,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
 
     Raises:
         AgreementError: Shapes, dtypes or the number of tensors differ between ranks. Raised on every rank.
+        OptionError: A tensor is None, sparse or of integers. Raised on every rank.
         CommunicationError: There is no group, or a rank does not answer.
         GradientError: A pass through the means has ``create_graph=True`` (raised by that pass).
 
@@ -77,10 +78,16 @@ def _means(listed: list[Tensor], group: Group) -> tuple[Tensor, ...]:
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     modules = scheduler_of(group).modules.numbered()
-    behind = numbers_behind(listed, modules) if has_graph else []
+    wrong = [n for n, each in enumerate(listed) if not _has_mean(each)]
+    behind = numbers_behind(listed, modules) if has_graph and not wrong else []
     decisions = decisions_of(group)  # rounds of modules over another group may count what those over this one do not
     numbers = [has_graph, decisions.is_padding if modules else decisions.counts_nothing, *behind]
     answers = check_same_on_all_ranks(lines, collectives, numbers, what="mean_over_ranks()")
+    if wrong:  # the same on all ranks
+        raise OptionError(
+            f"{lines[1 + wrong[0]].name} is {lines[1 + wrong[0]].value}; pass dense tensors of floating or complex "
+            "numbers"
+        )
     joined = torch.empty(0, requires_grad=True) if any(row[0] for row in answers) else None
     padding = padding_ranks([row[1] for row in answers])
     counting = _Counting(collectives, not padding[collectives.rank], 1 / padding.count(False))
@@ -117,7 +124,14 @@ def lead_to(module: Reducer, mean: Tensor) -> None:
         mark_output(mean, module, None)
 
 
+def _has_mean(value: Any) -> bool:
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return dense and (value.is_floating_point() or value.is_complex())
+
+
 def _described(tensor: Any) -> str:
+    if tensor is None:
+        return "None (torch.autograd.grad(..., materialize_grads=True) gives zeros in its place)"
     return describe_tensor(tensor, layout=False) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
 
 
