@@ -106,3 +106,11 @@ def test_a_module_that_is_another_one_on_other_ranks_is_in_no_snapshot_for_all(r
         assert run.snapshot(path[0], every=1, expert=lockstep.checkpoints.per_rank(expert.state_dict()))
         with pytest.raises(OutOfSyncError, match=r"weight of expert .*per_rank\(module.state_dict\(\)\)"):
             run.snapshot(path[0] + "2", every=1, expert=expert)
+
+
+def test_a_module_without_a_group_is_saved(tmp_path):
+    model = lockstep.replicate(torch.nn.Linear(2, 1))
+    lockstep.save(tmp_path, model=model)
+    other = torch.nn.Linear(2, 1)
+    lockstep.resume(tmp_path, model=other)
+    assert torch.equal(other.weight, model.weight)

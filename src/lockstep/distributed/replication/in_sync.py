@@ -96,7 +96,8 @@ def compared_in_save(objects: Mapping[str, object], apart_from: int = 0) -> tupl
     Buffers may differ until the next backward makes them equal. Left out are modules replicated over ``apart_from``
     ranks. One that is replicated over a single rank counts: other ranks may have another one of its kind.
     """
-    found = [each for each in replications() if _is_compared(each) or each.group.size() == 1]
+    started = [each for each in replications() if each.drift is not None]
+    found = [each for each in started if _is_compared(each) or each.group.size() == 1]
     compared = [(_has_local(each), each.replicated_names()) for each in found if each.group.size() != apart_from]
     replicated = {number for _, own in compared for number in own}
     stateful = {number for is_local, own in compared if not is_local for number in own}
