@@ -68,6 +68,19 @@ def test_a_value_that_differs_by_rank_is_named_and_may_be_marked(rank, tmp_path)
     assert (folder.exists(), found.values["epoch"]) == (True, rank.rank)
 
 
+@on_ranks(2)
+def test_the_state_of_an_object_that_differs_by_rank_is_named_too(rank, tmp_path):
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()))
+    scheduler.step(rank.rank)
+    with pytest.raises(AgreementError, match=r"ranks differ in scheduler: .*scheduler=lockstep\.checkpoints\.per_rank"):
+        lockstep.save(tmp_path, group=rank.group, scheduler=scheduler)
+    lockstep.save(tmp_path, group=rank.group, scheduler=scheduler, check=False)
+    lockstep.save(tmp_path, group=rank.group, scheduler=lockstep.checkpoints.per_rank(scheduler))
+    scheduler.best = -1
+    lockstep.resume(tmp_path, group=rank.group, scheduler=lockstep.checkpoints.per_rank(scheduler))
+    assert scheduler.best == rank.rank
+
+
 @on_processes(4)
 def test_a_module_that_is_another_one_on_other_ranks_is_not_saved_once_for_all(rank):
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,17 @@ from lockstep.checkpoints.layout import (
 from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.same_values import check_same_values, told
-from lockstep.checkpoints.state import VALUE, Entry, HostCopies, Parts, check_named, entries_of, folder_named, read
+from lockstep.checkpoints.state import (
+    STATE_DICT,
+    VALUE,
+    Entry,
+    HostCopies,
+    Parts,
+    check_named,
+    entries_of,
+    folder_named,
+    read,
+)
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.groups import Group
 from lockstep.distributed.replication.in_sync import Values, compared_in_save
@@ -82,8 +92,9 @@ def save(
         CheckpointError: The checkpoint could not be written on some rank, or could not be read back; the message has
             the rank and the reason. Or another run has written to ``path`` meanwhile.
         OutOfSyncError: Replicas have drifted apart; nothing has been written.
-        AgreementError: Ranks save different names or kinds of objects, different values that are not marked by
-            :func:`lockstep.checkpoints.per_rank`, or at different steps.
+        AgreementError: Ranks save different names or kinds of objects, different values, or (with ``check``)
+            different states of schedulers and the like, that are not marked by :func:`lockstep.checkpoints.per_rank`,
+            or at different steps.
         CommunicationError: A rank does not answer. All ranks wait for the ranks that write, so the group's time-out has
             to be longer than a save takes.
 
@@ -236,8 +247,9 @@ class Saving:
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
         layouts = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in self._compared()[0]]
         same["what is replicated, which is saved once for all ranks"] = told(layouts)
-        alike = [name for name, kind in self._kinds.items() if kind == VALUE and self._ranks.size > 1]
-        values = {name: told(self._parts[name].shared) for name in alike}
+        values = {
+            name: told(self._parts[name].shared) for name, each in self._alike.items() if self._is_told(name, each)
+        }
         answer = {"same": same, "values": values, "host": self._ranks.host}
         if not self._ranks.rank:
             make_folders(self._files, self._path)
@@ -249,6 +261,12 @@ class Saving:
             answer |= {"run": run, "id": id}
         saved = max((each.number for each in list_saved(self._path)), default=0)
         return answer | {"highest": max(self._above, saved)}
+
+    def _is_told(self, name: str, target: Any) -> bool:
+        """Return True if a save compares the whole state of an object: not of modules and optimizers, which may be
+        large, and of which :meth:`Ranks.check_alike` compares what is replicated."""
+        kinds = (VALUE, STATE_DICT) if self._checks and not isinstance(target, Optimizer) else (VALUE,)
+        return self._ranks.size > 1 and self._kinds[name] in kinds
 
     def _gather(self) -> None:
         """Gather the state that the ranks have parts of, on the ranks that write the state that is the same on all."""

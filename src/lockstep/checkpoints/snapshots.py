@@ -87,7 +87,7 @@ class Snapshots:
             self._ranks.together("snapshot()", self._make)
         assert self._memory is not None
         saving = _Snapshot(self._path, self._memory, self._ranks, above, self._last, first=not self._checked)
-        saving.save(state, 1, step)
+        saving.save(state, 1, step, check=not self._checked)
         self._checked = True
         self._last = saving.number
         if every is None:
@@ -139,7 +139,7 @@ class _Snapshot(Saving):
 
     def _compared(self) -> tuple[Values, list[Optimizer]]:
         """Compare in the first snapshot what is replicated over a part of the ranks: one file has it for all."""
-        return compared_in_save(self._alike, apart_from=self._ranks.size) if self._first else ([], [])
+        return compared_in_save(self._alike, apart_from=self._ranks.size) if self._checks else ([], [])
 
     def _own_run(self) -> str:
         found = [each.number for each in list_saved(self._path) if each.is_finished]
