@@ -1,7 +1,7 @@
 """``import lockstep.patch``: puts lockstep's classes in place of PyTorch's, for programs that wrap by themselves.
 
 It is meant for frameworks that call ``DistributedDataParallel`` or ``DataParallel`` inside: Accelerate, the
-transformers ``Trainer``, Lightning, ignite and others. Lockstep's classes are subclasses of PyTorch's, so ``isinstance``
+transformers ``Trainer``, Lightning and ignite. Lockstep's classes are subclasses of PyTorch's, so ``isinstance``
 checks still hold. The classes are replaced in PyTorch's modules and in all others that have imported them already, so
 the order of imports does not matter; modules that were wrapped before stay as they are. ``lockstep run --patch
 script.py`` does the same for a program that is not to be changed.
