@@ -97,6 +97,9 @@ def test_a_module_that_is_another_one_on_other_ranks_is_not_saved_once_for_all(r
             lockstep.save(path[0], expert=expert)
         with pytest.raises(AgreementError, match="ranks differ in what is replicated, which is saved once"):
             lockstep.save(path[0], other=other)
+        sharded = lockstep.shard_optimizer(torch.optim.Adam(expert.parameters()))
+        with pytest.raises(AgreementError, match=r"over which sharded is .*: \[0, 2\] on rank 0, \[1, 3\] on rank 1"):
+            lockstep.save(path[0], sharded=sharded)
         lockstep.save(path[0], expert=lockstep.checkpoints.per_rank(expert.state_dict()))
         found = lockstep.resume(path[0]).values["expert"]
         assert torch.equal(found["weight"], expert.weight)

@@ -42,8 +42,8 @@ from lockstep.checkpoints.state import (
     read,
 )
 from lockstep.checkpoints.streams import Streams, read_streams
-from lockstep.distributed.comm.groups import Group
-from lockstep.distributed.replication.in_sync import Values, compared_in_save
+from lockstep.distributed.comm.groups import Group, global_ranks
+from lockstep.distributed.replication.in_sync import Values, compared_in_save, group_of
 from lockstep.errors import CheckpointError, OptionError
 
 
@@ -247,6 +247,11 @@ class Saving:
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
         layouts = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in self._compared()[0]]
         same["what is replicated, which is saved once for all ranks"] = told(layouts)
+        for name, target in [(each.name, each.target) for each in self._gathered if self._checks]:
+            own = f"lockstep.checkpoints.per_rank(lockstep.full_state_dict({name}, all_ranks=True))"
+            group: Any = group_of([], [target])
+            ranks = "this process" if group is None else str(list(global_ranks(group)))
+            same[f"the ranks over which {name} is sharded, which is saved once for all (else save {own})"] = ranks
         values = {
             name: told(self._parts[name].shared) for name, each in self._alike.items() if self._is_told(name, each)
         }
