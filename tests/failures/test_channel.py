@@ -86,29 +86,28 @@ def test_an_error_that_a_device_reports_later_may_be_of_an_earlier_step(in_batch
     assert of_exception(error, seen).summary == f"rank 1 failed {place}: {what}"
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_an_exception_of_one_rank_is_raised_on_all_others_with_its_traceback(world, store):
-    have_met = threading.Barrier(world)
+def all_have_met(rank):
+    rank.gather(torch.ones(1))
 
-    def train(rank):
-        with met(store, rank) as this:
-            have_met.wait(SOON)
-            this.progress.step, this.progress.current_phase = 12, "forward"
-            if rank.rank != 1:
-                return raised(this)
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@on_ranks(None, "world")
+def test_an_exception_of_one_rank_is_raised_on_all_others_with_its_traceback(rank, store):
+    with met(store, rank) as this:
+        all_have_met(rank)
+        this.progress.step, this.progress.current_phase = 12, "forward"
+        if rank.rank == 1:
             try:
                 raise ValueError("of rank 1")
             except ValueError as error:
                 this.report(of_exception(error, this.progress.read()))
             this.check()  # its own is not another's
-            return None
-
-    for rank, failure in enumerate(run_ranks(world, train)):
-        if rank != 1:
-            assert (failure.rank, failure.step, failure.phase) == (1, 12, "forward")
-            assert failure.reason == "ValueError: of rank 1"
-            assert 'raise ValueError("of rank 1")' in failure.traceback
-            assert f"rank {rank} stops, because rank 1 failed after step 12, in forward: ValueError" in str(failure)
+            return
+        failure = raised(this)
+    assert (failure.rank, failure.step, failure.phase) == (1, 12, "forward")
+    assert failure.reason == "ValueError: of rank 1"
+    assert 'raise ValueError("of rank 1")' in failure.traceback
+    assert f"rank {rank.rank} stops, because rank 1 failed after step 12, in forward: ValueError" in str(failure)
 
 
 HUGE = {
@@ -120,14 +119,12 @@ HUGE = {
 
 
 @pytest.mark.parametrize("text", HUGE.values(), ids=HUGE)
-def test_an_exception_with_a_huge_message_is_told_with_both_ends(text, store):
-    have_met, text = threading.Barrier(2), text + " the end"
-
-    def train(rank):
-        with met(store, rank) as this:
-            have_met.wait(SOON)
-            if rank.rank == 0:
-                return raised(this)
+@on_ranks(2)
+def test_an_exception_with_a_huge_message_is_told_with_both_ends(rank, text, store):
+    text += " the end"
+    with met(store, rank) as this:
+        all_have_met(rank)
+        if rank.rank == 1:
             try:
                 try:
                     raise ValueError(text)
@@ -135,9 +132,8 @@ def test_an_exception_with_a_huge_message_is_told_with_both_ends(text, store):
                     raise KeyError(text)
             except KeyError as error:
                 this.report(of_exception(error, this.progress.read()))
-            return None
-
-    failure = run_ranks(2, train)[0]
+            return
+        failure = raised(this)
     assert failure.rank == 1
     assert failure.reason.startswith("ValueError: of rank 1")
     assert "(and while that was handled: KeyError: 'of rank 1" in failure.reason
@@ -167,25 +163,20 @@ def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all(store):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_whose_connections_end_without_a_word_has_ended(world, store):
-    have_met = threading.Barrier(world)
-
-    def train(rank):
-        if rank.rank == 1:
-            this = channel(store, rank)
-            have_met.wait(SOON)
-            this.progress.step, this.progress.current_phase = 3, "backward"
-            this.close()
-            return None
-        with met(store, rank) as this:
-            have_met.wait(SOON)
-            return str(raised(this))
-
-    for rank, message in enumerate(run_ranks(world, train)):
-        if rank != 1:
-            assert message.startswith(f"rank {rank} stops, because rank 1 has ended without a word")
-            # The page is found by the number of the process, which these ranks share.
-            assert message.endswith("after step 3, in backward")
+@on_ranks(None, "world")
+def test_a_rank_whose_connections_end_without_a_word_has_ended(rank, store):
+    if rank.rank == 1:
+        this = channel(store, rank)
+        all_have_met(rank)
+        this.progress.step, this.progress.current_phase = 3, "backward"
+        this.close()
+        return
+    with met(store, rank) as this:
+        all_have_met(rank)
+        message = str(raised(this))
+    assert message.startswith(f"rank {rank.rank} stops, because rank 1 has ended without a word")
+    # The page is found by the number of the process, which these ranks share.
+    assert message.endswith("after step 3, in backward")
 
 
 @on_ranks(3)
@@ -239,24 +230,22 @@ def meeting(store, rank, world):
 
 @pytest.mark.usefixtures("nobody_reads_on")
 @pytest.mark.parametrize(("world", "victim"), [(3, 1), (4, 3)])
-def test_a_rank_that_fails_before_all_have_met_is_named(world, victim, store):
-    def train(rank):
-        if rank.rank == victim:
-            return meeting(store, victim, world).close()
-        return not_met(store, rank)
-
-    for rank, error in enumerate(run_ranks(world, train)):
-        assert rank == victim or (error.rank, error.phase) == (victim, "start-up")
+@on_ranks(None, "world")
+def test_a_rank_that_fails_before_all_have_met_is_named(rank, world, victim, store):
+    if rank.rank == victim:
+        meeting(store, victim, world).close()
+        return
+    error = not_met(store, rank)
+    assert (error.rank, error.phase) == (victim, "start-up")
 
 
 @pytest.mark.usefixtures("nobody_reads_on")
-def test_a_rank_that_fails_before_its_previous_rank_has_come_is_named_by_the_next(store):
-    def train(rank):
-        if rank.rank == 0:
-            meeting(store, 0, 3).close()
-        return not_met(store, rank).rank if rank.rank == 1 else None
-
-    assert run_ranks(3, train) == [None, 0, None]
+@on_ranks(3)
+def test_a_rank_that_fails_before_its_previous_rank_has_come_is_named_by_the_next(rank, store):
+    if rank.rank == 0:
+        meeting(store, 0, 3).close()
+    if rank.rank == 1:
+        assert not_met(store, rank).rank == 0
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -293,21 +282,24 @@ def test_if_the_store_fails_with_a_rank_no_other_rank_is_blamed(victim, monkeypa
             assert named or "that is rank 0, unless a launcher hosts it" in message, told
 
 
-def test_of_ranks_that_have_come_none_is_blamed_for_a_time_out(store):
-    over = threading.Event()
+@pytest.fixture
+def over():
+    """For ranks that are threads."""
+    return threading.Event()
 
-    def train(rank):
-        if rank.rank == 2:  # listens, and does no more
-            this = meeting(store, 2, 4)
-            assert over.wait(SOON)
-            return this.close()
-        timeout = 0.3 if rank.rank == 0 else SOON  # rank 0 has met both of its neighbours
-        error = not_met(store, rank, CommunicationError, timeout=timeout)
-        over.set()
-        return str(error)
 
-    text = "not all of 4 ranks had connected to each other after 0.3 s; look at the errors of all of them"
-    assert run_ranks(4, train) == [text, text, None, text]
+@on_ranks(4)
+def test_of_ranks_that_have_come_none_is_blamed_for_a_time_out(rank, store, over):
+    if rank.rank == 2:  # listens, and does no more
+        this = meeting(store, 2, 4)
+        assert over.wait(SOON)
+        this.close()
+        return
+    timeout = 0.3 if rank.rank == 0 else SOON  # rank 0 has met both of its neighbours
+    error = not_met(store, rank, CommunicationError, timeout=timeout)
+    over.set()
+    told = "not all of 4 ranks had connected to each other after 0.3 s; look at the errors of all of them"
+    assert str(error) == told
 
 
 def test_what_is_read_before_it_is_wanted_is_received_later():
@@ -355,25 +347,21 @@ def test_who_waits_until_its_messages_are_sent_waits_for_those_that_are_queued()
 
 
 @pytest.mark.usefixtures("nobody_reads_on")
-def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come(store):
-    reached = threading.Event()
-
-    def train(rank):
-        if rank.rank == 1:
-            this = meeting(store, 1, 3)
-            while this._listener is None:
-                this._listen()
-            this._listener.setblocking(True)
-            this._listener.accept()[0].close()
-            return this.close()
-        if rank.rank == 2:
-            assert reached.wait(SOON)
-            return None
+@on_ranks(3)
+def test_a_rank_that_fails_after_it_was_reached_is_named_while_others_have_not_come(rank, store, over):
+    if rank.rank == 1:
+        this = meeting(store, 1, 3)
+        while this._listener is None:
+            this._listen()
+        this._listener.setblocking(True)
+        this._listener.accept()[0].close()
+        this.close()
+    elif rank.rank == 2:
+        assert over.wait(SOON)
+    else:
         error = not_met(store, rank)
-        reached.set()
-        return error.rank, error.phase
-
-    assert run_ranks(3, train) == [(1, "start-up"), None, None]
+        over.set()
+        assert (error.rank, error.phase) == (1, "start-up")
 
 
 def test_a_link_that_is_lost_in_the_start_is_no_end_of_a_rank(store):

@@ -165,6 +165,7 @@ def test_calls_are_named_as_users_write_them(rank, store, own_watches, first, se
 def wait_for_each_other(rank, folder, first, second, one_group=False):
     """Over one group the program's calls go over it, those of lockstep over its companion, and also gradients on
     accelerators over the group: two waits with one number are not one wait."""
+    inquiry.WAIT_SECONDS = 0.2
     group = dist.group.WORLD if one_group else dist.new_group(backend="shm")
     run = None
     try:

@@ -17,6 +17,7 @@ from torch import nn
 import lockstep
 from lockstep.distributed.comm import collectives
 from lockstep.errors import PeerFailure
+from lockstep.failures import inquiry
 from lockstep.session import waits_of_rank, watch
 from processes import on_processes, run_processes
 
@@ -36,7 +37,8 @@ def like_nccl():
     for module in (watch, waits_of_rank):
         module.backends_of = lambda group: "cpu:gloo,cuda:nccl"
         module.has_work = lambda device: True
-    watch.ABORT_SECONDS = 0.5
+    watch.ABORT_SECONDS = waits_of_rank.DEVICE_SECONDS = 0.5
+    inquiry.WAIT_SECONDS = 0.2
     collectives.Pending.wait = wait
 
 
@@ -81,5 +83,5 @@ def test_a_long_kernel_on_one_rank_is_no_failure(rank):
         waits_of_rank.DEVICE_SECONDS = 0.1
         dist.all_reduce(torch.ones(3, device=run.device), group=run.group)
         if rank.rank == 0:
-            threading.Event().wait(2.5)
+            threading.Event().wait(1.0)
         assert lockstep.mean(torch.ones(())) == 1.0

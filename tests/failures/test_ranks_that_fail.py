@@ -121,22 +121,6 @@ def test_the_others_are_told_where_there_are_buffers(rank, size, policy, value, 
     assert (seen, equal) == ([value] * 2, True)
 
 
-@on_ranks(2)
-def test_all_ranks_may_fail_at_once(rank):
-    model = replicated(rank, Net)
-    raised = error_of(lambda: model(inputs(rank), fail, 2).backward())
-    assert (raised, mean_gradients(rank, model, 1)) == (KeyError, True)
-
-
-@on_ranks(2)
-def test_a_failure_that_nobody_waits_for_is_told_to_nobody(rank):
-    """A failure under no_sync is this rank's alone."""
-    model = replicated(rank, Net)
-    with model.no_sync():
-        raised = error_of(lambda: model(inputs(rank), fail if rank.rank else None).backward())
-    assert (raised, mean_gradients(rank, model, 1)) == [(None, True), (KeyError, True)][rank.rank]
-
-
 @pytest.mark.parametrize(("failing", "who"), [((0,), "rank 0"), ((0, 1), "2 ranks")])
 def test_the_others_are_told_where_there_are_several_modules(failing, who):
     def train(rank):
