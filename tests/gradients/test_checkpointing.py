@@ -150,20 +150,3 @@ def test_reentrant_passes_inside_of_a_pass_are_one_round(rank):
         with count_collectives(rank) as seen:
             parts(module, inputs(0, rank.rank), 3).square().mean().backward()
     assert len(seen) == 1
-
-
-@on_ranks(2)
-def test_a_backward_in_a_hook_of_another_is_a_round_of_its_own(rank):
-    module = replicated(rank, lambda: nn.Linear(3, 1).double())
-    found = []
-
-    def step(grad):
-        with torch.enable_grad():
-            module(inputs(0, rank.rank, False)).sum().backward()
-        found.append(module.weight.grad.clone())
-
-    y = torch.ones(1, requires_grad=True) * 2
-    y.register_hook(step)
-    y.backward()
-    wanted = sum(inputs(0, r, False).sum(0, keepdim=True) for r in range(rank.world)) / rank.world
-    torch.testing.assert_close(found, [wanted])

@@ -285,16 +285,6 @@ def use_rows(rank, module, embedding=True):
 
 
 @on_ranks(2)
-def test_a_late_sparse_gradient_is_a_mean(rank):
-    """The embedding has no place in the plan when it is used, once."""
-    module = replicated(rank, with_rows)
-    for turn in range(4):
-        module.zero_grad()
-        use_rows(rank, module, turn == 2).backward()
-        assert rows_of(module) == ([1.5, 0.5, 0.0, 0.0] if turn == 2 else None)
-
-
-@on_ranks(2)
 def test_what_a_rank_has_made_of_an_unused_sparse_gradient_stays(rank):
     """The embedding's gradient is made another on each rank, and no backward comes to it any more."""
     module, factor = replicated(rank, with_rows), rank.rank + 2.0

@@ -17,7 +17,7 @@ from lockstep.distributed.comm.half_precision import begin_mean, gather_all
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.phases import Phases
 from processes import on_processes
-from programs.networks import OnDemand
+from programs.networks import Applying, OnDemand
 from programs.ranks import called_by, clear, holds_means, on_ranks, own_gradients, replicated
 from small_modules import error_of, filled
 from threaded import count_collectives, run_ranks
@@ -199,24 +199,22 @@ def test_weights(rank):
     assert layer.weight.grad.item() == pytest.approx(3.0, rel=1e-6)
 
 
-class Twice(nn.Module):
+def twice():
     """A layer that is computed again inside of backward, twice: its gradient comes in pieces, the second one late."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x, again=True):
+    def forward(m, x, again=True):
         for index in (0, 1, 0, 2):
-            x = checkpoint(self.layers[index], x, use_reentrant=True) if again else self.layers[index](x)
-            x = x.tanh()
+            layer = m.layers[index]
+            x = (checkpoint(layer, x, use_reentrant=True) if again else layer(x)).tanh()
         return x.square().mean()
+
+    return Applying(forward, (), layers=nn.ModuleList(nn.Linear(3, 3) for _ in range(3)))
 
 
 @on_ranks(3)
 def test_late_gradients_are_added_to_what_has_been_rounded(rank):
     """In float32: they are few, and have no bucket. From then on that bucket waits, and all is rounded once."""
-    model, late = on_demand(rank, BFLOAT16, Twice, bucket_cap_mb=0.00001), []
+    model, late = on_demand(rank, BFLOAT16, twice, bucket_cap_mb=0.00001), []
     for number in range(4):
         model.zero_grad()
         own = of_this_rank(rank, model, number, again=False)

@@ -98,13 +98,18 @@ def test_a_failure_is_told_on_every_group(rank, store):
 
 @pytest.mark.parametrize("shares", [None, 2])
 def test_a_module_stays_with_the_default_group_over_which_it_was_replicated(shares):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        model = lockstep.replicate(nn.Linear(1, 1), shares=shares)
-    finally:
-        dist.destroy_process_group()
-    assert lockstep.replicate.state(model).process_group is group
+    groups, models = [], []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            groups.append(dist.group.WORLD)
+            models.append(lockstep.replicate(nn.Linear(1, 1), shares=shares))
+            kept = lockstep.replicate.state(models[0]).process_group  # the first one's, also while there is the second
+        finally:
+            dist.destroy_process_group()
+        assert kept is groups[0]
+    assert [lockstep.replicate.state(model).process_group for model in models] == groups
+    assert groups[0] is not groups[1]
 
 
 @on_ranks(2)
