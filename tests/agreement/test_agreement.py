@@ -15,7 +15,6 @@ from lockstep.distributed.comm.agreement import all_gather_object, objects_of
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import (
     AgreementError,
-    CommunicationError,
     NotReplicableError,
     OptionError,
     OutOfSyncError,
@@ -476,11 +475,6 @@ def test_check_in_sync_says_how_to_look_in_every_nth_step(name):
     assert f"check_in_sync() got an unexpected keyword argument {name!r}; " in str(caught.value)
     assert "module, process_group. " in str(caught.value)
     assert str(caught.value).endswith("if run.step % N == 0: check_in_sync(model)")
-
-
-def test_check_in_sync_needs_a_group():
-    with pytest.raises(CommunicationError, match="there is no process group yet"):
-        lockstep.check_in_sync(nn.Linear(1, 1))
 
 
 @on_ranks(2)

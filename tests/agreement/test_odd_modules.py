@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 import lockstep
 import sim as simulator
 from lockstep.errors import AgreementError, NotReplicableError
-from processes import on_processes, run_processes
+from processes import on_processes
 from programs.networks import Applying
 from programs.ranks import error_on_all, on_ranks, replicated, scalars, scalars_of
 from small_modules import chain, one_weight, x_of
@@ -278,29 +278,21 @@ def test_modules_of_torchscript_are_refused_by_name():
     run_ranks(2, work)
 
 
-def moved_on_one_rank(rank, step):
-    """What is raised if rank 1 moves the module to an accelerator before that step; 0: before it is replicated."""
-    assert not isinstance(found := simulator.load(1), str), found
-    module = one_weight()
-    with pytest.raises(AgreementError) as caught:
-        for at in range(step + 1):
-            if at == step and rank.rank == 1:
-                module.to("sim")
-            if at == 0:
-                lockstep.replicate(module)
-            module(torch.ones(2, 1, device=module.weight.device)).sum().backward()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("step", [0, 2])
-def test_a_module_that_one_rank_has_on_an_accelerator_is_named(step):
-    (message,) = set(run_processes(2, moved_on_one_rank, step))
-    assert re.search(r"rank 0 has float32 of shape \(1, 1\).*rank 1 has float32 of shape \(1, 1\), on sim", message)
-
-
 @on_processes(2)
-def test_buffers_that_one_rank_has_on_an_accelerator_are_named(rank):
+def test_what_one_rank_has_on_an_accelerator_is_named(rank):
+    """Rank 1 moves its module there before it is replicated, or before the third step."""
     assert not isinstance(found := simulator.load(1), str), found
+    words = r"rank 0 has float32 of shape \(1, 1\).*rank 1 has float32 of shape \(1, 1\), on sim"
+    for step in (0, 2):
+        module = one_weight()
+        with pytest.raises(AgreementError, match=words):
+            for at in range(step + 1):
+                if at == step and rank.rank == 1:
+                    module.to("sim")
+                if at == 0:
+                    lockstep.replicate(module)
+                module(torch.ones(2, 1, device=module.weight.device)).sum().backward()
+        assert at == step
     module = nn.BatchNorm1d(2, affine=False).to("sim" if rank.rank else "cpu")
     with pytest.raises(AgreementError, match=r"buffer running_mean.*on sim"):
         lockstep.replicate(module)

@@ -22,22 +22,19 @@ from lockstep.errors import (
 )
 from lockstep.phases import Phases
 from processes import run_processes
+from programs.networks import Applying
 from small_modules import fails_in_backward
 
 MEMBERS = [1, 2]
 
 
-class Net(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 4)
-
-    def forward(self, x):
-        return self.last(self.first(x)).square().sum()
+def two_layers(width=4):
+    forward = lambda m, x: m.last(m.first(x)).square().sum()  # noqa: E731
+    return Applying(forward, (), first=nn.Linear(4, width), last=nn.Linear(width, 4))
 
 
 def net(rank, group):
-    return lockstep.replicate(rank.make(Net), process_group=group)
+    return lockstep.replicate(rank.make(two_layers), process_group=group)
 
 
 def batch():
@@ -45,11 +42,11 @@ def batch():
 
 
 def other_shape(rank, group):
-    lockstep.replicate(Net(4 if rank.rank == 1 else 5), process_group=group)
+    lockstep.replicate(two_layers(4 if rank.rank == 1 else 5), process_group=group)
 
 
 def other_strides(rank, group):
-    model = Net()
+    model = two_layers()
     if rank.rank == 2:
         model.first.weight.data = model.first.weight.data.t().contiguous().t()
     lockstep.replicate(model, process_group=group)
@@ -64,7 +61,7 @@ def one_layer_less(rank, group):
 
 
 def not_replicable(rank, group):
-    lockstep.replicate(Net() if rank.rank == 1 else nn.EmbeddingBag(4, 2, max_norm=1.0), process_group=group)
+    lockstep.replicate(two_layers() if rank.rank == 1 else nn.EmbeddingBag(4, 2, max_norm=1.0), process_group=group)
 
 
 def failed_backward(rank, group, modules=1):

@@ -12,14 +12,13 @@ from torch import nn
 import lockstep
 from lockstep.errors import (
     AgreementError,
-    AlreadyManagedError,
     CommunicationError,
     LayoutError,
     NotReplicableError,
     OptionError,
     PeerError,
 )
-from programs.ranks import error_on_all, on_ranks, replicated
+from programs.ranks import on_ranks, replicated
 from small_modules import x_of
 
 
@@ -46,30 +45,12 @@ def test_only_modules_are_replicated(call, value):
         call(value)
 
 
-def test_a_module_is_replicated_once():
-    with pytest.raises(AlreadyManagedError, match="can only be applied to a module once"):
-        replicate(replicate(nn.Linear(1, 1)))
-
-
-def test_the_wrapper_wants_parameters_that_are_there():
-    with pytest.raises(NotReplicableError, match="is not needed when a module doesn't have any parameter"):
-        wrap(nn.ReLU())
-    with pytest.raises(NotReplicableError, match="Modules with uninitialized parameters can't be used"):
-        wrap(nn.LazyLinear(2))
-
-
 def test_parameters_are_leaves():
     module = nn.Linear(1, 1)
     module._parameters["weight"] = module.weight * 2
     with pytest.raises(NotReplicableError, match="parameter weight is not a leaf of autograd; register a Parameter"):
         replicate(module)
     assert type(module) is nn.Linear
-
-
-@pytest.mark.parametrize("options", [{"device_ids": [0]}, {"device_ids": [0, 1]}, {"output_device": 1}])
-def test_devices_go_with_where_the_module_is(options):
-    with pytest.raises(ValueError, match="device_ids"):
-        wrap(nn.Linear(1, 1), **options)
 
 
 def test_parameters_that_are_not_initialised_when_they_are_needed():
@@ -160,33 +141,6 @@ def reshaped_without_bias(model):
     model.weight.data = torch.ones(3, 2)
 
 
-@pytest.mark.parametrize("change", [reshaped, retyped])
-@pytest.mark.parametrize("hooked", [False, True])
-@on_ranks(2)
-def test_parameters_that_change_shape_or_dtype_are_agreed_on_again(rank, change, hooked):
-    model = replicated(rank, lambda: nn.Linear(2, 2))
-    if hooked:
-        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    model(torch.ones(1, 2)).sum().backward()
-    model.zero_grad()
-    change(model)
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.full((1, 2), 1.0 + rank.rank, dtype=model.weight.dtype)).sum().backward()
-        assert model.weight.grad.tolist() == [[1.5, 1.5]] * len(model.weight)
-
-
-def test_a_parameter_that_changes_on_one_rank_is_an_error_on_all_by_name():
-    def call(rank):
-        model = replicated(rank, lambda: nn.Linear(2, 2))
-        if rank.rank == 1:
-            reshaped(model)
-        model(torch.ones(1, 2)).sum().backward()
-
-    words = "ranks differ in parameter weight: rank 0 has float32 of shape (2, 2); rank 1 has float32"
-    assert error_on_all(2, call).startswith(words)
-
-
 @on_ranks(2)
 def test_a_parameter_that_changes_amid_backward_is_an_error_on_every_rank(rank):
     """It had another shape when the pass began."""
@@ -221,16 +175,6 @@ def test_means_of_what_cannot_be_averaged():
 
 
 # ---------------------------------------------------------------------------------- methods of the wrapper
-
-
-def test_state_dicts_of_other_modules_are_refused_as_ever():
-    ddp = wrap(nn.Linear(1, 1))
-    with pytest.raises(RuntimeError, match="Missing key"):
-        ddp.load_state_dict({"module.weight": torch.ones(1, 1)})
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        ddp.load_state_dict({**ddp.module.state_dict(), "more": torch.ones(1)})
-    with pytest.raises(AttributeError):
-        ddp.no_such_attribute  # noqa: B018
 
 
 def test_a_module_that_is_gone_cannot_be_used():
@@ -321,18 +265,3 @@ def test_a_layer_that_changes_on_a_rank_that_does_not_use_it(rank, change, size,
     with pytest.raises(AgreementError, match=r"ranks differ in parameter 1\.weight"):
         each = model[1 - rank.rank]
         each(torch.ones(1, each.in_features)).sum().backward()
-
-
-def test_a_module_keeps_its_group_when_there_is_another_default_group():
-    def begin():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return dist.group.WORLD
-
-    earlier = begin()
-    try:
-        model = lockstep.replicate(nn.Linear(1, 1))
-        dist.destroy_process_group()
-        assert begin() is not earlier
-        assert lockstep.replicate.state(model).process_group is earlier
-    finally:
-        dist.destroy_process_group()

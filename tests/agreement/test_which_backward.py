@@ -278,29 +278,6 @@ def test_what_may_differ_by_rank(rank, wrapped, use):
     torch.testing.assert_close(torch.tensor(net.seen), torch.full((len(net.seen),), 1.5))
 
 
-@on_ranks(2)
-def test_a_batch_without_weight_is_left_out(rank):
-    """A batch that is left out is given no weight, and another one stands in for it."""
-    net = Wrapped(rank, True)
-    for step in range(3):
-        bad = rank.rank == 1 and step == 1
-        if bad:
-            skip_after_a_failed_forward(net, rank)
-        net.optimizer.zero_grad()
-        with lockstep.accumulate(net.call, weight=0 if bad else 1):
-            (net.call(x_of(rank)).sum() * (not bad)).backward()
-        assert net.weight.grad.item() == (1.0 if step == 1 else 1.5)
-
-
-@on_ranks(2)
-def test_modules_that_one_rank_does_not_use_are_not_compared(rank):
-    """One rank's loss reaches the second module of the group, and the other rank's does not."""
-    first, second = replicated(rank), replicated(rank)
-    for _ in range(3):
-        x = torch.ones(1, 1)
-        assert scalars_of(first, second, loss=(first(x) + (second(x) if rank.rank else 0)).sum()) == [1.0, 0.5]
-
-
 def test_a_pass_that_is_over_keeps_no_group():
     def hold(rank):
         module, held = replicated(rank), []
