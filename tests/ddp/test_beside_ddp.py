@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from ddp_reference import Branches, ddp_class, failure, scalars
 from processes import run_processes
+from programs.networks import Applying
 from small_modules import fails_in_backward, one_weight, x_of
 
 pytestmark = pytest.mark.around
@@ -287,19 +288,6 @@ def buffers_cost_no_collective(rank, implementation):
 # ------------------------------------------------------------------------------------- without a flag
 
 
-class Recomputed(nn.Module):
-    """The same layer twice, each time recomputed in backward."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        self.layer, self.reentrant = one_weight(), reentrant
-
-    def forward(self, x):
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
-        return x
-
-
 @case(
     theirs=[[([], [grad]), ([], [3.0])] for grad in (2.5, 3.5)],  # wrong, and other on each rank, in silence
     ours=[[([], [3.0])] * 2] * 2,
@@ -307,7 +295,11 @@ class Recomputed(nn.Module):
 def checkpointing(rank, implementation):
     results = []
     for reentrant in (True, False):
-        wrapper = ddp_class(implementation)(Recomputed(reentrant))
+
+        def twice(m, x, reentrant=reentrant):
+            return checkpoint(m.layer, checkpoint(m.layer, x, use_reentrant=reentrant), use_reentrant=reentrant)
+
+        wrapper = ddp_class(implementation)(Applying(twice, (), layer=one_weight()))
         loss = wrapper(x_of(rank).requires_grad_()).sum()
         error = failure(loss.backward)[0][:1]
         results.append((error, scalars(wrapper)))
@@ -326,19 +318,13 @@ def several_backwards_for_a_forward(rank, implementation):
     return scalars(wrapper)
 
 
-class Shared(nn.Module):
+def shared():
     """One weight under two names, and a sparse embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(4, 3, sparse=True)
-        self.layer = nn.Linear(3, 3, bias=False)
-        self.again = nn.Linear(3, 3, bias=False)
-        self.again.weight = self.layer.weight
-        self.spare = nn.Linear(3, 3)
-
-    def forward(self, rows):
-        return self.again(torch.tanh(self.layer(self.embedding(rows))))
+    layer, again = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    again.weight = layer.weight
+    forward = lambda m, rows: m.again(torch.tanh(m.layer(m.embedding(rows))))  # noqa: E731
+    embedding, spare = nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3)
+    return Applying(forward, (), embedding=embedding, layer=layer, again=again, spare=spare)
 
 
 def train(network, forward, rows):
@@ -362,7 +348,7 @@ def train(network, forward, rows):
 )
 def scaled_clipped_shared_sparse(rank, implementation):
     """Beside the whole batch in one process; `spare` is never used."""
-    local = rank.make(lambda: Shared().double())
+    local = rank.make(lambda: shared().double())
     module = copy.deepcopy(local)
     wrapper = ddp_class(implementation)(module)
     wanted = train(local, local, lambda step: (torch.arange(4) + step) % 4)
@@ -549,15 +535,8 @@ def outputs_of_an_unknown_kind(rank, implementation):
     return error, scalars(wrapper)
 
 
-class Two(nn.Module):
-    """Two outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = one_weight(), one_weight()
-
-    def forward(self, x):
-        return self.a(x), self.b(x)
+def two_outputs():
+    return Applying(lambda m, x: (m.a(x), m.b(x)), (), a=one_weight(), b=one_weight())
 
 
 @case(
@@ -566,7 +545,7 @@ class Two(nn.Module):
 )
 def an_output_left_out_with_a_static_graph(rank, implementation):
     """#97030, #79171: left out of the loss at the first step, used at the second."""
-    wrapper = ddp_class(implementation)(Two(), static_graph=True)
+    wrapper = ddp_class(implementation)(two_outputs(), static_graph=True)
     results = []
     for used in (slice(1), slice(2)):
         wrapper.zero_grad()
@@ -597,7 +576,7 @@ def looking_for_unused_parameters(rank, implementation):
 )
 def gradients_and_buckets(rank, implementation):
     """#37030: by default, gradients are a second copy of what the buckets hold."""
-    wrapper = ddp_class(implementation)(Two())
+    wrapper = ddp_class(implementation)(two_outputs())
     for _ in range(2):
         wrapper.zero_grad(set_to_none=True)
         sum(out.sum() for out in wrapper(x_of(rank))).backward()

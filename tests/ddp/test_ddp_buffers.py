@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-import lockstep
 from ddp_reference import both_since_2_13, ddp_class, scalars
 from processes import on_processes, run_processes
-from programs.ranks import on_ranks
+from programs.networks import Applying
 from small_modules import one_weight, x_of
 
 
-class Buffered(nn.Module):
-    """A weight, and a buffer to which forward may add."""
-
-    def __init__(self, value, added=0.0):
-        super().__init__()
-        self.layer, self.added = one_weight(), added
-        self.register_buffer("kept", torch.full((2,), float(value)))
-
-    def forward(self, x):
-        self.kept.add_(self.added)
-        return self.layer(x)
+def buffered(value):
+    return Applying(lambda m, x: m.layer(x), (), layer=one_weight(), kept=torch.full((2,), float(value)))
 
 
 def on_every_rank(rank, tensor):
@@ -38,7 +27,7 @@ def step(ddp, rank):
 @on_processes(2)
 def test_buffers_are_those_of_rank_0_after_backward(rank, implementation):
     make, seen = ddp_class(implementation), {}
-    ddp = make(Buffered(rank.rank))
+    ddp = make(buffered(rank.rank))
     seen["at the start"] = on_every_rank(rank, ddp.module.kept)
     for _ in range(2):
         if rank.rank == 0:
@@ -61,13 +50,13 @@ def test_buffers_are_those_of_rank_0_after_backward(rank, implementation):
     step(ddp, rank)
     seen["after no_sync"] = on_every_rank(rank, ddp.module.kept)
 
-    local = make(Buffered(rank.rank), forward_sync_buffers=False)
+    local = make(buffered(rank.rank), forward_sync_buffers=False)
     seen["local, at the start"] = on_every_rank(rank, local.module.kept)
     local.module.kept.fill_(5.0 + rank.rank)
     step(local, rank)
     seen["local"] = on_every_rank(rank, local.module.kept)
 
-    unsent = make(Buffered(rank.rank), init_sync=False)
+    unsent = make(buffered(rank.rank), init_sync=False)
     step(unsent, rank)
     seen["not sent at the start"] = on_every_rank(rank, unsent.module.kept)
     assert seen == {
@@ -95,22 +84,15 @@ def test_two_forwards_with_batch_normalisation(rank, implementation):
     assert [rank.all_equal(p.grad) for p in ddp.parameters()] == [True] * 4
 
 
-class Remembers(nn.Module):
+def remember(module, x):
     """Saves a buffer for backward, and gives it another value without writing into it."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.layer = one_weight()
-        self.register_buffer("kept", torch.full((1,), value))
-
-    def forward(self, x):
-        kept = self.kept
-        self.kept = self.kept + x.detach().sum()
-        return self.layer(x) * kept
+    kept = module.kept
+    module.kept = kept + x.detach().sum()
+    return module.layer(x) * kept
 
 
 def two_forwards(rank, implementation):
-    ddp = ddp_class(implementation)(Remembers(1.0))
+    ddp = ddp_class(implementation)(Applying(remember, (), layer=one_weight(), kept=torch.ones(1)))
     x = x_of(rank)
     (ddp(x) + ddp(x)).sum().backward()
     return scalars(ddp)
@@ -120,12 +102,3 @@ def test_lockstep_never_writes_into_what_backward_has_saved():
     """Rank r: x (1 + (1 + x)) with x = r + 1; the reference broadcasts into the second factor."""
     assert run_processes(2, two_forwards, "lockstep") == [[(1 * (1 + 2) + 2 * (1 + 3)) / 2]] * 2
     assert run_processes(2, two_forwards, "torch") != [[(1 * (1 + 2) + 2 * (1 + 3)) / 2]] * 2
-
-
-@pytest.mark.parametrize(("policy", "wanted"), [("rank0", [0, 0]), ("mean", [0.5, 0.5]), ("local", [0, 1])])
-@on_ranks(2)
-def test_lockstep_has_policies(rank, policy, wanted):
-    ddp = lockstep.DistributedDataParallel(Buffered(0.0), process_group=rank.group, buffer_policy=policy)
-    ddp.module.kept.fill_(float(rank.rank))
-    step(ddp, rank)
-    assert ddp.module.kept.tolist() == [wanted[rank.rank]] * 2

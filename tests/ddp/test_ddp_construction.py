@@ -221,6 +221,8 @@ def test_saved_and_copied(rank, implementation):
     assert all(map(torch.equal, values(plain), values(ddp)))
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "module.x"'):
         make(one_weight()).load_state_dict({"module.weight": torch.ones(1, 1), "module.x": torch.ones(1)})
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "module.bias"'):
+        make(nn.Linear(1, 1)).load_state_dict({"module.weight": torch.ones(1, 1)})
 
 
 @on_processes(2)

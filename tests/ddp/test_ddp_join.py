@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp_reference import Branches, both, both_since_2_13, ddp_class, gradients, scalars, values
 from processes import on_processes
+from programs.networks import Applying
 from small_modules import one_weight, x_of
 
 
@@ -102,22 +103,11 @@ def test_all_ranks_end_with_the_same_model(rank, implementation):
     assert set(results.values()) == {(True, 1)}, results
 
 
-class RankLocal(nn.Module):
-    """A buffer of each rank's own."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        self.register_buffer("own", torch.full((2,), value))
-
-    def forward(self, x):
-        return self.layer(x) + self.own.sum()
-
-
 @both_since_2_13
 @on_processes(2)
 def test_join_leaves_local_buffers_alone(rank, implementation):
-    ddp = ddp_class(implementation)(RankLocal(1.0), forward_sync_buffers=False)
+    module = Applying(lambda m, x: m.linear(x) + m.own.sum(), (1, 1), own=torch.ones(2))
+    ddp = ddp_class(implementation)(module, forward_sync_buffers=False)
     ddp.module.own.fill_(5.0 + rank.rank)
     with ddp.join():
         for _ in range(rank.rank + 1):
@@ -128,15 +118,8 @@ def test_join_leaves_local_buffers_alone(rank, implementation):
 # ------------------------------------------------------------------------------------------------- errors
 
 
-class Fails(nn.Module):
-    """Whose forward raises."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        raise ValueError("Intentional error")
+def fail(module, x):
+    raise ValueError("Intentional error")
 
 
 @both
@@ -149,7 +132,7 @@ def test_errors(rank, implementation):
             ddp(x_of(rank)).sum().backward()
             steps += 1
     assert (steps, gradients(ddp)[0].item()) == (2, 3.0)
-    failing = ddp_class(implementation)(Fails())
+    failing = ddp_class(implementation)(Applying(fail))
     with pytest.raises(ValueError, match="Intentional error"), failing.join():
         failing(x_of(rank))
 

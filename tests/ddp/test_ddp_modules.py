@@ -16,6 +16,7 @@ import lockstep
 from ddp_reference import both, ddp_class, gradients, scalars
 from lockstep.errors import NotReplicableError
 from processes import on_processes, run_processes
+from programs.networks import Applying
 from small_modules import filled, one_weight, x_of
 
 # --------------------------------------------------------------------------------------- inputs and outputs
@@ -36,16 +37,10 @@ class Record:
     rest: dict
 
 
-class Boxes(nn.Module):
-    """Two outputs in a box of the caller's; the second output's layer is in it only."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = one_weight(), one_weight()
-
-    def forward(self, x, box):
-        x = self.first(x)
-        return box(x, self.second(x))
+def put(module, x, box):
+    """Two outputs into a box of the caller's; the second output's layer is in it only."""
+    x = module.first(x)
+    return box(x, module.second(x))
 
 
 BOXES = {
@@ -66,7 +61,7 @@ def box_up(rank, implementation):
         for name, (box, unbox) in BOXES.items():
             if name == "dataclass" and options == {"static_graph": True} and implementation == "torch":
                 continue  # the reference does not look into it, and leaves the gradients as they are, without a word
-            ddp = ddp_class(implementation)(Boxes(), **options)
+            ddp = ddp_class(implementation)(Applying(put, (), first=one_weight(), second=one_weight()), **options)
             for _ in range(2):
                 ddp.zero_grad()
                 out = ddp(x_of(rank), box=box)
@@ -86,29 +81,22 @@ def test_outputs_of_any_kind(implementation):
         assert {tuple(grads) for *_, grads in results.values()} == {(1.5, 1.5)}
 
 
-class Sequences(nn.Module):
+def of_packed():
     """Takes a packed sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm = filled(nn.LSTM(1, 1), 0.5)
-
-    def forward(self, packed):
-        return self.lstm(packed)[0]
+    return Applying(lambda m, packed: m.lstm(packed)[0], (), lstm=filled(nn.LSTM(1, 1), 0.5))
 
 
-class Named(nn.Module):
+def of_named():
     """Takes a named tuple, whose type it looks at; a hook on its layer changes inputs and outputs."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = one_weight()
-        self.layer.register_forward_pre_hook(lambda module, args: args[0] * 2)
-        self.layer.register_forward_hook(lambda module, args, output: output * 3)
-
-    def forward(self, pair, kind, *, scale=1.0):
+    def forward(m, pair, kind, *, scale=1.0):
         assert type(pair) is kind
-        return self.layer(pair.a * pair.b) * scale
+        return m.layer(pair.a * pair.b) * scale
+
+    made = Applying(forward, (), layer=one_weight())
+    made.layer.register_forward_pre_hook(lambda module, args: args[0] * 2)
+    made.layer.register_forward_hook(lambda module, args, output: output * 3)
+    return made
 
 
 @both
@@ -116,10 +104,10 @@ class Named(nn.Module):
 def test_inputs_of_any_kind_and_hooks(rank, implementation):
     make = ddp_class(implementation)
     packed = rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
-    local, ddp = Sequences(), make(Sequences())
+    local, ddp = of_packed(), make(of_packed())
     for module in (local, ddp):
         module(packed).data.sum().backward()
-    named = make(Named())
+    named = make(of_named())
     named(Pair(x_of(rank), torch.ones(1, 1)), Pair, scale=2.0).sum().backward()
     local, wrapped, named = gradients(local), gradients(ddp), scalars(named)
     torch.testing.assert_close(wrapped, local)
@@ -231,26 +219,20 @@ OTHERS = {
 }
 
 
-def assigned(rank, name):
-    wrapped = lockstep.DistributedDataParallel(one_weight())
-    make, trains = OTHERS[name]
-    wrapped.module = other = make(wrapped.module)
-    with torch.no_grad():
-        wrapped(x_of(rank))
-    wrapped.eval()(x_of(rank))
-    wrapped.train()
-    if trains:
+@on_processes(2)
+def test_another_module_in_place_of_the_wrapped_one_is_trained_after_wrapping_it(rank):
+    for make, trains in OTHERS.values():
+        wrapped = lockstep.DistributedDataParallel(one_weight())
+        wrapped.module = other = make(wrapped.module)
+        with torch.no_grad():
+            wrapped(x_of(rank))
+        wrapped.eval()(x_of(rank))
+        wrapped.train()
+        if not trains:
+            told = r"DistributedDataParallel.module was assigned another .*: wrap it"
+            with pytest.raises(NotReplicableError, match=told):
+                wrapped(x_of(rank))
+            lost, wrapped = wrapped, lockstep.DistributedDataParallel(other)
         wrapped(x_of(rank)).sum().backward()
         lockstep.check_in_sync(wrapped)
-        return True
-    with pytest.raises(NotReplicableError, match=r"DistributedDataParallel.module was assigned another .*: wrap it"):
-        wrapped(x_of(rank))
-    rewrapped = lockstep.DistributedDataParallel(other)
-    rewrapped(x_of(rank)).sum().backward()
-    lockstep.check_in_sync(rewrapped)
-    return copy.deepcopy(wrapped)(x_of(rank)).requires_grad
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_module_in_place_of_the_wrapped_one_is_trained_after_wrapping_it(name):
-    assert run_processes(2, assigned, name) == [True, True]
+        assert trains or copy.deepcopy(lost)(x_of(rank)).requires_grad

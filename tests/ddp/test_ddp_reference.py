@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ddp_reference import Branches, Mixed, both, both_since_2_13, ddp_class, gradients, own, scalars, values
+from ddp_reference import Branches, Mixed, both, both_since_2_13, ddp_class, failure, gradients, own, scalars, values
 from processes import on_processes, run_processes
+from programs.networks import Applying
 from small_modules import fails_in_backward, one_weight, x_of
 
 # ------------------------------------------------------------------------------------ against one process
@@ -191,16 +193,14 @@ def test_control_flow_may_change_from_step_to_step(rank, implementation):
     assert [*seen, scalars(ddp)] == wanted
 
 
-class TwoOutputs(nn.Module):
+def two_outputs():
     """A tuple or a dict of two outputs, and a layer that nothing uses."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.unused = one_weight(2.0), one_weight(3.0), one_weight()
-
-    def forward(self, x, as_dict=False):
-        pair = self.a(x), self.b(x)
+    def forward(m, x, as_dict=False):
+        pair = m.a(x), m.b(x)
         return {"pair": pair, "sum": sum(pair)} if as_dict else pair
+
+    return Applying(forward, (), a=one_weight(2.0), b=one_weight(3.0), unused=one_weight())
 
 
 @both
@@ -209,13 +209,59 @@ def test_an_output_left_out_of_the_loss_leaves_its_gradient_alone(rank, implemen
     wanted = [[None, 1.0, None], [3.0, 3.0, None], [3.0, 4.0, None], [3.0, 5.0, None]]
     results = []
     for as_dict in (False, True):
-        ddp = ddp_class(implementation)(TwoOutputs(), find_unused_parameters=implementation == "torch")
+        ddp = ddp_class(implementation)(two_outputs(), find_unused_parameters=implementation == "torch")
         for step in range(4):
             outputs = ddp(torch.ones(1, 1), as_dict=as_dict)
             a, b = outputs["pair"] if as_dict else outputs
             (a * b if step == 1 else b).sum().backward()
             results.append(scalars(ddp))
     assert results == wanted * 2
+
+
+# ------------------------------------------------------------------------------------ shared parameters, views
+
+
+def shared_and_unused():
+    """A bias under two names, in a layer that nothing uses."""
+    unused, bias = nn.Linear(2, 1, bias=False), nn.Parameter(torch.zeros(1))
+    unused.bias = bias
+    return Applying(lambda m, x: m.used(x), (), unused=unused, used=one_weight(), bias=bias)
+
+
+@both
+@on_processes(2)
+def test_a_parameter_in_two_places_has_one_gradient(rank, implementation):
+    make, results = ddp_class(implementation), []
+    for view, to_none in itertools.product((False, True), repeat=2):
+        twice, added = [lambda m, x: x + m.added * (rank.rank + 1)] * 2, nn.Parameter(torch.ones(1000))
+        module = nn.Sequential(*(Applying(plus, (), added=added) for plus in twice))
+        ddp = make(module, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=to_none)
+            ddp(torch.zeros(())).sum().backward()
+            results += gradients(ddp)
+    unused = make(shared_and_unused(), find_unused_parameters=implementation == "torch")
+    unused(x_of(rank)).sum().backward()
+    torch.testing.assert_close(results, [torch.full((1000,), 3.0)] * 12)
+    used = {name: p.grad is not None for name, p in unused.module.named_parameters()}
+    assert used == {"bias": False, "unused.weight": False, "used.weight": True}
+    assert [*unused.state_dict()] == ["module.bias", "module.unused.weight", "module.unused.bias", "module.used.weight"]
+
+
+@both
+@on_processes(2)
+def test_optimizers_work_on_views_of_buckets(rank, implementation):
+    """PyTorch's own are views, which cannot be detached in place."""
+    ddp = ddp_class(implementation)(one_weight(), gradient_as_bucket_view=True)
+    ddp(x_of(rank)).sum().backward()
+    detached = failure(ddp.module.weight.grad.detach_)[0][:1]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    for to_none in (False, True, False):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        ddp(x_of(rank)).sum().backward()
+    assert detached == (["RuntimeError"] if implementation == "torch" else [])
+    assert (ddp.module.weight.item(), scalars(ddp)) == (-3.5, [1.5])
 
 
 # --------------------------------------------------------------------------------- steps out of the ordinary
@@ -284,7 +330,7 @@ def test_steps_out_of_the_ordinary(rank, implementation):
 
 @on_processes(2)
 def test_lockstep_synchronises_each_of_two_backwards_through_one_forward(rank):
-    ddp = ddp_class("lockstep")(TwoOutputs())
+    ddp = ddp_class("lockstep")(two_outputs())
     a, b = ddp(x_of(rank))
     a.sum().backward()
     first = scalars(ddp)

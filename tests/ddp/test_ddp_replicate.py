@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import lockstep
 from ddp_reference import both, failure, scalars, values
 from processes import on_processes
+from programs.networks import Applying
 from small_modules import one_weight, x_of
 
 
@@ -103,22 +104,15 @@ def test_register_comm_hook(rank, implementation):
     assert (scalars(module), seen) == [([10.0], [True]), ([20.0], [True])][rank.rank]
 
 
-class Keyword(nn.Module):
-    """Takes a keyword argument."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = one_weight()
-
-    def forward(self, x, *, factor=1.0):
-        return self.layer(x) * factor
+def with_keyword():
+    return Applying(lambda m, x, *, factor=1.0: m.layer(x) * factor, (), layer=one_weight())
 
 
 @both
 @on_processes(2)
 def test_state_and_errors(rank, implementation):
     replicate = replicate_of(implementation)
-    plain, module = Keyword(), Keyword()
+    plain, module = with_keyword(), with_keyword()
     replicate(module, device_id=torch.device("cpu"))
     module(x_of(rank), factor=3.0).sum().backward()
     assert scalars(module) == [4.5]
@@ -128,7 +122,7 @@ def test_state_and_errors(rank, implementation):
     assert state_of(implementation, plain) is None
     for device in ([torch.device("cpu")], "cpu"):
         with pytest.raises(RuntimeError, match=r"Expected device_id to be int or torch\.device, but got <class"):
-            replicate(Keyword(), device_id=device)
+            replicate(with_keyword(), device_id=device)
     with pytest.raises(AssertionError, match="replicate has already been applied to the following module"):
         replicate(module)
 

@@ -126,7 +126,7 @@ def tied():
     forward = lambda m, x: (m.head(m.again(m.block(m.embed(x)))) * m.mask * m.mask_too)[:, :2]  # noqa: E731
     embed, head, block, mask = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), mlp(3, 3, 3), torch.ones(3)
     head.weight = embed.weight
-    return Applying(forward, embed=embed, head=head, block=block, again=block, mask=mask, mask_too=mask)
+    return Applying(forward, (), embed=embed, head=head, block=block, again=block, mask=mask, mask_too=mask)
 
 
 def lists():
