@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import threading
-import time
 import types
 from datetime import timedelta
 
@@ -22,7 +21,7 @@ from lockstep.distributed.comm.group_state import end_groups, state_of
 from lockstep.distributed.comm.groups import companion_timeout
 from lockstep.errors import CommunicationError, PeerFailure
 from lockstep.phases import Phases
-from processes import be_launched, on_processes, run_processes
+from processes import on_processes, run_processes
 from programs.ranks import on_ranks
 
 
@@ -220,12 +219,16 @@ def test_without_shared_memory_on_one_rank_it_is_a_gloo_group_on_all():
     assert "cannot work on rank 1: memory cannot be shared here: AttributeError" in line
 
 
-def fails_where_memory_cannot_be_shared(rank, port):
-    dist.destroy_process_group()
-    be_launched(rank, port)
+def told(rank, number, words):
+    """The error on this rank if the one of that number has failed with these words."""
+    return pytest.raises(ValueError if rank.rank == number else PeerFailure, match=words)
+
+
+@on_processes(2, launched=True)
+def test_a_failure_ends_waits_for_a_gloo_companion(rank):
     if rank.rank == 1:
         del os.memfd_create
-    with lockstep.session(backend="gloo") as run:
+    with told(rank, 1, "of rank 1"), lockstep.session(backend="gloo") as run:
         model = linear()
         for _ in run.batches(range(3)):
             step(model, rank.rank)
@@ -233,23 +236,12 @@ def fails_where_memory_cannot_be_shared(rank, port):
                 raise ValueError("of rank 1")
 
 
-def test_a_failure_ends_waits_for_a_gloo_companion():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    began = time.monotonic()
-    first, second = run_processes(2, fails_where_memory_cannot_be_shared, store.port, errors=True, group_timeout=60)
-    assert isinstance(first.error, PeerFailure)
-    assert "rank 1 failed" in str(first.error)
-    assert str(second.error) == "of rank 1"
-    assert time.monotonic() - began < 30
-
-
 # ---------------------------------------------------------------------- ranks that do not all come
 
 
-def comes_alone(rank, port):
-    dist.destroy_process_group()  # whose store, in a file, waits for whole seconds
-    store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world)
+@on_processes(2, launched=True)
+def test_a_rank_that_comes_alone_is_told_who_is_missing(rank):
+    dist.init_process_group("gloo")
     dist.group.WORLD.set_timeout(timedelta(seconds=1))
     if rank.rank == 1:
         return
@@ -257,44 +249,22 @@ def comes_alone(rank, port):
         Collectives(dist.group.WORLD, Phases()).all_reduce(torch.ones(1), "test").wait()
     with pytest.raises(CommunicationError, match="rank 0 can no longer take part in what the other ranks"):
         linear()
-    return
 
 
-def test_a_rank_that_comes_alone_is_told_who_is_missing():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_processes(2, comes_alone, store.port)
-
-
-def fails_before_the_first_use(rank, port):
-    dist.destroy_process_group()
-    be_launched(rank, port)
+@on_processes(2, launched=True)
+def test_a_rank_that_fails_before_the_first_use_ends_the_wait(rank):
     before = threading.enumerate()
-    try:
-        with lockstep.session(backend="gloo"):
-            if rank.rank == 1:
-                raise ValueError("before the first use")
-            lockstep.mean(torch.ones(()))
-    except PeerFailure:
-        for each in threading.enumerate():  # the thread that makes the companion, and that of its store
-            if each not in before:
-                each.join(30)
-                assert not each.is_alive(), each
-        raise
+    with told(rank, 1, "before the first use"), lockstep.session(backend="gloo"):
+        if rank.rank == 1:
+            raise ValueError("before the first use")
+        lockstep.mean(torch.ones(()))
+    for each in threading.enumerate():  # the thread that makes the companion, and that of its store
+        if rank.rank == 0 and each not in before:
+            each.join(30)
+            assert not each.is_alive(), each
 
 
-def test_a_rank_that_fails_before_the_first_use_ends_the_wait():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    began = time.monotonic()
-    first, second = run_processes(2, fails_before_the_first_use, store.port, errors=True)
-    assert isinstance(first.error, PeerFailure)
-    assert "before the first use" in str(first.error)
-    assert str(second.error) == "before the first use"
-    assert time.monotonic() - began < 30
-
-
-def fails_beside_a_smaller_group(rank, port, ready):
-    dist.destroy_process_group()
-    be_launched(rank, port)
+def fails_beside_a_smaller_group(rank, ready):
     with lockstep.session(backend="gloo"):
         pair = dist.new_group([0, 1])
         model = linear(process_group=pair) if rank.rank < 2 else None
@@ -310,9 +280,7 @@ def fails_beside_a_smaller_group(rank, port, ready):
 def test_a_failure_ends_waits_on_all_groups(tmp_path):
     """Rank 0 waits for rank 1 in a group to which rank 2, which fails, does not belong."""
     os.mkfifo(tmp_path / "ready")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ready = str(tmp_path / "ready")
-    outcomes = run_processes(3, fails_beside_a_smaller_group, store.port, ready, errors=True, group_timeout=60)
+    outcomes = run_processes(3, fails_beside_a_smaller_group, str(tmp_path / "ready"), errors=True, launched=True)
     assert isinstance(outcomes[0].error, PeerFailure)
     assert str(outcomes[2].error) == "of rank 2"
 
@@ -327,18 +295,12 @@ def test_a_failure_ends_waits_on_a_shm_group_and_on_its_companion(rank):
             call()
 
 
-def in_a_session(rank, port):
-    dist.destroy_process_group()
-    be_launched(rank, port)
+@on_processes(2, launched=True)
+def test_it_ends_with_the_session_although_the_model_exists(rank):
     with lockstep.session(backend="gloo"):
         model = linear()
-        grad = step(model, rank.rank)
-    return grad, [each.name for each in threading.enumerate() if each.name.startswith("lockstep")]
-
-
-def test_it_ends_with_the_session_although_the_model_exists():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert run_processes(2, in_a_session, store.port) == [(1.5, [])] * 2
+        assert step(model, rank.rank) == 1.5
+    assert [each.name for each in threading.enumerate() if each.name.startswith("lockstep")] == []
 
 
 @on_processes(2, backend="shm")

@@ -21,7 +21,7 @@ from lockstep.distributed import ProcessGroupShm, ShmOptions
 from lockstep.errors import AgreementError, CommunicationError
 from lockstep.shm import runtime
 from lockstep.shm.constants import LIVENESS_SECONDS
-from processes import on_processes, run_processes
+from processes import on_processes
 from programs.ranks import on_ranks
 from shm.collectives import error_of, on_hosts, over_hosts
 from threaded import run_ranks
@@ -133,45 +133,40 @@ def test_memory_of_one_group_can_be_given_to_another(rank):
 
 
 @pytest.mark.parametrize("hosts", ["aaaaa", "abbab"])
-def test_a_group_can_be_split(hosts):
-    def call(rank):
-        own, group = rank.rank, rank.group
-        low = group.split_group([2, 0, 1])
-        high = group.split_group([4, 3], timeout=timedelta(seconds=5), group_desc="high")
-        again = group.split_group([0, 1, 2])
-        assert (low is None) == (own > 2)
-        assert (high is None) == (own < 3)
-        part = low if low is not None else high
-        assert part.size() == (3 if own < 3 else 2)
-        assert part.rank() == own % 3
-        inner = part.split_group([1])  # of a part
-        assert (inner is None) == (own not in (1, 4))
-        if inner is not None:
-            assert sums(inner, 10**own) == 10**own
-        if again is not None:
-            assert sums(again, 10**own) == 111
-        if high is not None:
-            assert high.group_desc == "high"
-            with pytest.raises(RuntimeError, match=r"rank 3: .*rank 4: "):
-                dist.all_reduce(torch.zeros(own), group=high)
-        return sums(part, 10**own), sums(group, 10**own)
-
-    results = run_ranks(5, call, hosts=hosts)
-    assert results == [(111.0, 11111.0)] * 3 + [(11000.0, 11111.0)] * 2
+@on_ranks(5, "hosts")
+def test_a_group_can_be_split(rank):
+    own, group = rank.rank, rank.group
+    low = group.split_group([2, 0, 1])
+    high = group.split_group([4, 3], timeout=timedelta(seconds=5), group_desc="high")
+    again = group.split_group([0, 1, 2])
+    assert (low is None) == (own > 2)
+    assert (high is None) == (own < 3)
+    part = low if low is not None else high
+    assert part.size() == (3 if own < 3 else 2)
+    assert part.rank() == own % 3
+    inner = part.split_group([1])  # of a part
+    assert (inner is None) == (own not in (1, 4))
+    if inner is not None:
+        assert sums(inner, 10**own) == 10**own
+    if again is not None:
+        assert sums(again, 10**own) == 111
+    if high is not None:
+        assert high.group_desc == "high"
+        with pytest.raises(RuntimeError, match=r"rank 3: .*rank 4: "):
+            dist.all_reduce(torch.zeros(own), group=high)
+    assert (sums(part, 10**own), sums(group, 10**own)) == (111.0 if own < 3 else 11000.0, 11111.0)
 
 
-def test_groups_of_every_size_come_and_go():
-    def call(rank):
-        for turn in range(3):
-            for size in range(1, 9):
-                part = rank.group.split_group(range(size))
-                if part is not None:
-                    assert sums(part, 1 + turn) == size * (1 + turn)
-                    part.shutdown()
-                    with pytest.raises(CommunicationError, match="destroyed"):
-                        part.barrier()
-
-    run_ranks(8, call, hosts="a" * 8)
+@on_ranks(8, hosts="a" * 8)
+def test_groups_of_every_size_come_and_go(rank):
+    for turn in range(3):
+        for size in range(1, 9):
+            part = rank.group.split_group(range(size))
+            if part is not None:
+                assert sums(part, 1 + turn) == size * (1 + turn)
+                part.shutdown()
+                with pytest.raises(CommunicationError, match="destroyed"):
+                    part.barrier()
 
 
 @on_ranks(1, hosts="a")
@@ -192,7 +187,8 @@ def test_a_group_of_one_rank_does_everything(rank):
 # --------------------------------------------------------------------------- an end, and a beginning
 
 
-def again(rank, folder):
+@on_processes(3, backend="shm")
+def test_a_process_group_can_be_destroyed_and_made_again(rank, tmp_path):
     totals = []
     for turn in range(3):
         totals.append(sums(None, 10**rank.rank))
@@ -201,17 +197,13 @@ def again(rank, folder):
             totals.append(sums(part, 1))
         dist.destroy_process_group()
         assert not dist.is_initialized()
-        store = dist.FileStore(f"{folder}/{turn}", rank.world)
+        store = dist.FileStore(f"{tmp_path}/{turn}", rank.world)
         # Once by its own name, and once by the device's.
         name = "shm" if turn else "cpu:shm"
         dist.init_process_group(name, store=store, rank=rank.rank, world_size=rank.world)
     with pytest.raises(CommunicationError, match="destroyed"):
         rank.group.barrier()
     assert [*totals, sums(None, 10**rank.rank)] == ([111, 2] * 3 if rank.rank < 2 else [111] * 3) + [111]
-
-
-def test_a_process_group_can_be_destroyed_and_made_again(tmp_path):
-    run_processes(3, again, str(tmp_path), backend="shm")
 
 
 @on_processes(3, backend="shm")
@@ -372,23 +364,19 @@ def test_a_time_limit_that_is_set_later_holds_for_everything(rank):
             dist.barrier(group=rank.group)
 
 
-def test_groups_that_are_forgotten_end():
+@on_ranks(2, hosts="aa")
+def test_groups_that_are_forgotten_end(rank, store):
     """The one that is still used tells whether the other ones' connections are gone."""
-
-    def call(rank):
-        kept = ProcessGroupShm(store, rank.rank, 2, timedelta(seconds=30), rank.group.options)
-        for turn in range(5):
-            group = rank.group.split_group([0, 1], group_name=f"{turn}")
-            work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-            if turn % 2:
-                work.wait()
-            del group
+    kept = ProcessGroupShm(store, rank.rank, 2, timedelta(seconds=30), rank.group.options)
+    for turn in range(5):
+        group = rank.group.split_group([0, 1], group_name=f"{turn}")
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        if turn % 2:
             work.wait()
-            assert work.result()[0].eq(2).all()
-        return sums(kept, 1)
-
-    store = dist.HashStore()
-    assert run_ranks(2, call, hosts="aa") == [2.0] * 2
+        del group
+        work.wait()
+        assert work.result()[0].eq(2).all()
+    assert sums(kept, 1) == 2.0
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aba"])

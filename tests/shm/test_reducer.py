@@ -48,19 +48,16 @@ def test_buckets_lie_in_memory_of_the_group_and_are_reduced_in_place(monkeypatch
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @pytest.mark.parametrize("megabytes", [25, 0.4])  # one bucket, which carries the report, or several
-def test_gradients_are_the_mean_over_the_ranks(hosts, megabytes):
-    inputs = [torch.randn(4, 300, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-
-    def call(rank):
-        model = rank.make(network)
-        plain = copy.deepcopy(model).double()
-        lockstep.replicate(model, process_group=rank.group, bucket_cap_mb=megabytes)
-        model(inputs[rank.rank]).sum().backward()
-        sum(plain(x.double()).sum() / rank.world for x in inputs).backward()
-        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=1e-5, atol=1e-6)
-
-    run_ranks(3, call, hosts=hosts)
+@on_ranks(3, "hosts")
+def test_gradients_are_the_mean_over_the_ranks(rank, megabytes):
+    inputs = [torch.randn(4, 300, generator=torch.Generator().manual_seed(each)) for each in range(3)]
+    model = rank.make(network)
+    plain = copy.deepcopy(model).double()
+    lockstep.replicate(model, process_group=rank.group, bucket_cap_mb=megabytes)
+    model(inputs[rank.rank]).sum().backward()
+    sum(plain(x.double()).sum() / rank.world for x in inputs).backward()
+    for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=1e-5, atol=1e-6)
 
 
 def resizes(state, bucket):
@@ -69,15 +66,12 @@ def resizes(state, bucket):
     return default_hooks.allreduce_hook(state, bucket)
 
 
-def test_a_communication_hook_may_resize_its_buffer_as_powersgd_does():
-    def call(rank):
-        model = replicated(rank, network)
-        model.register_comm_hook(rank.group, resizes)
-        model(torch.ones(4, 300)).sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    for mine, theirs in zip(*run_ranks(2, call, hosts="aa"), strict=True):
-        assert torch.equal(mine, theirs)
+@on_ranks(2, hosts="aa")
+def test_a_communication_hook_may_resize_its_buffer_as_powersgd_does(rank):
+    model = replicated(rank, network)
+    model.register_comm_hook(rank.group, resizes)
+    model(torch.ones(4, 300)).sum().backward()
+    assert all(rank.all_equal(p.grad) for p in model.parameters())
 
 
 @on_ranks(2, hosts="aa")

@@ -177,14 +177,6 @@ def test_another_order_is_told_for_each_collective_that_differs(rank, hosts):
     assert ([error_of(work.wait)[0] for work in works], still_works(rank)) == expected
 
 
-@on_processes(4, backend="shm")
-def test_ranks_in_messages_are_those_of_the_default_group(rank):
-    group = dist.new_group([3, 1])
-    if group is not dist.GroupMember.NON_GROUP_MEMBER:
-        with pytest.raises(AgreementError, match=r"rank 1: all_reduce\(1 el.*rank 3: all_reduce\(3 el"):
-            dist.all_reduce(torch.ones(rank.rank), group=group)
-
-
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
 def test_roots_in_messages_are_ranks_of_the_default_group(hosts):
     def call(rank, store):
@@ -333,29 +325,21 @@ def test_a_rank_that_is_stopped_is_named_and_is_told_when_it_goes_on(rank, tmp_p
     assert "rank 1 did not answer within 1 s: stalled, or not in this collective" in raised[1]
 
 
-def tries_again(rank, numel, late):
-    """Rank 0 gives up, and tries once more; rank 1 is late, and reads what rank 0 had left for the first."""
-    x = torch.full((numel,), rank.rank + 1.0)
-    if rank.rank == 0:
-        first = error_of(lambda: dist.all_reduce(x, group=rank.group))
-        second = error_of(lambda: dist.all_reduce(torch.full((numel,), 100.0), group=rank.group))
-        late.set()
-        return first[:2], second[:2]
-    assert late.wait(10)
-    raised = error_of(lambda: dist.all_reduce(x, group=rank.group))
-    return raised[:2], error_of(lambda: dist.barrier(group=rank.group))[:2], x.unique().tolist()
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("numel", [4, BIG])
-def test_what_is_tried_again_after_a_timeout_does_not_reach_the_late_rank(numel):
-    early, (raised, following, result) = run_ranks(
-        2, tries_again, numel, threading.Event(), hosts="aa", group_timeout=0.3
-    )
+@on_ranks(2, hosts="aa", group_timeout=0.3)
+def test_what_is_tried_again_after_a_timeout_does_not_reach_the_late_rank(rank, numel, events):
+    """Rank 0 gives up, and tries once more; rank 1 is late, and reads what rank 0 had left for the first."""
     aborted = "the process group is aborted: rank 1 did not answer within 0.3 s: stalled, or not in this collective"
-    assert early == ((CommunicationError, aborted),) * 2
-    assert following == (CommunicationError, aborted)
-    assert raised == (CommunicationError, aborted) or result == [3.0]
+    late, x = events[0], torch.full((numel,), rank.rank + 1.0)
+    if rank.rank == 1:
+        assert late.wait(10)
+    first = error_of(lambda: dist.all_reduce(x, group=rank.group))[:2]
+    y = torch.full((numel,), 100.0)
+    second = error_of(lambda: dist.barrier(group=rank.group) if rank.rank else dist.all_reduce(y, group=rank.group))[:2]
+    late.set()
+    assert second == (CommunicationError, aborted)
+    assert first == second or (rank.rank == 1 and x.unique().tolist() == [3.0])
 
 
 def is_late_in_place(rank, gone, blocks):
@@ -408,8 +392,16 @@ def test_a_rank_that_leaves_is_named(rank, hosts):
     assert named in text or (hosts == "aba" and "rank(s) 1" in text), text
 
 
-def aborts(rank, waiting, aborted):
-    """Abort while another thread waits in a collective, to which rank 2 does not come before that."""
+@pytest.fixture
+def events():
+    """For ranks that are threads."""
+    return threading.Event(), threading.Event()
+
+
+@on_ranks(3, hosts="aaa")
+def test_abort_ends_what_waits_here_and_on_the_others(rank, events):
+    """Rank 0 aborts while another thread waits in a collective, to which rank 2 does not come before that."""
+    waiting, aborted = events
 
     def twice():  # all three may have done their part in the first
         for _ in range(2):
@@ -420,34 +412,23 @@ def aborts(rank, waiting, aborted):
         assert waiting.wait(10)
         rank.group.abort()
         aborted.set()
-        return error_of(work.wait)[:2]
-    if rank.rank == 1:
+    elif rank.rank == 1:
         waiting.set()
-        return error_of(twice)[:2]
-    assert aborted.wait(10)
-    return error_of(twice)[:2]
+    else:
+        assert aborted.wait(10)
+    kind, text, _ = error_of(work.wait if rank.rank == 0 else twice)
+    assert kind is CommunicationError
+    assert "rank 0 called abort()" in text or "this process has ended the process group" in text
 
 
-def test_abort_ends_what_waits_here_and_on_the_others():
-    for kind, text in run_ranks(3, aborts, threading.Event(), threading.Event(), hosts="aaa"):
-        assert kind is CommunicationError
-        assert "rank 0 called abort()" in text or "this process has ended the process group" in text
-
-
-def destroys(rank):
-    """Destroy the group while collectives wait."""
+@on_ranks(2, hosts="aa", group_timeout=60.0)
+def test_destroying_a_group_ends_what_waits(rank):
     if rank.rank == 0:
         works = [dist.barrier(group=rank.group, async_op=True) for _ in range(3)]
-        took = error_of(rank.group.shutdown)
-        return [error_of(work.wait)[0] for work in works], took
-    return None
-
-
-def test_destroying_a_group_ends_what_waits():
-    raised, (kind, _, seconds) = run_ranks(2, destroys, hosts="aa", group_timeout=60.0)[0]
-    assert kind is None
-    assert seconds < SOON
-    assert raised == [CommunicationError] * 3
+        kind, _, seconds = error_of(rank.group.shutdown)
+        assert kind is None
+        assert seconds < SOON
+        assert [error_of(work.wait)[0] for work in works] == [CommunicationError] * 3
 
 
 def destroys_with_callbacks(rank, allowed, attached):
@@ -563,8 +544,10 @@ def test_a_destroyed_group_that_is_still_referred_to_keeps_no_memory():
     assert shared_memory() == none
 
 
-def memory_goes_round(rank):
+@on_ranks(2, hosts="aa")
+def test_memory_is_used_again_and_given_back_by_all_ranks(rank):
     """How many shared memories are mapped in this process, which both ranks are."""
+    gc.collect()  # groups of other tests, which would go while memory is counted
     counts = []
 
     def count():
@@ -583,19 +566,12 @@ def memory_goes_round(rank):
     for each in many:
         dist.all_reduce(each, group=rank.group)
     del many, each
-    if rank.rank == 0:
-        dist.all_reduce(rank.group.allocate(BIG + 5000).fill_(1.0), group=rank.group)  # says that 300 have gone
-    else:
-        time.sleep(0.1)  # and nobody reads it yet
-        dist.all_reduce(rank.group.allocate(BIG + 5000).fill_(1.0), group=rank.group)
+    if rank.rank == 1:
+        time.sleep(0.1)  # the other one says that 300 have gone, and nobody reads it yet
+    dist.all_reduce(rank.group.allocate(BIG + 5000).fill_(1.0), group=rank.group)
     count()
-    return counts
-
-
-def test_memory_is_used_again_and_given_back_by_all_ranks():
-    gc.collect()  # groups of other tests, which would go while memory is counted
-    for first, *counts in run_ranks(2, memory_goes_round, hosts="aa"):
-        assert counts == [first + 4] * 7  # of each rank, mapped by both
+    first, *others = counts
+    assert others == [first + 4] * 7  # of each rank, mapped by both
 
 
 @pytest.mark.numpy

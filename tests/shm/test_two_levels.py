@@ -105,8 +105,9 @@ def through_gloo(rank):
     same(output, 10 * torch.arange(float(rank.world)) + rank.rank)
 
 
-def test_what_is_not_native_reaches_ranks_of_other_hosts_through_gloo():
-    run_ranks(4, through_gloo, hosts="abab")
+@on_ranks(4, hosts="abab")
+def test_what_is_not_native_reaches_ranks_of_other_hosts_through_gloo(rank):
+    through_gloo(rank)
 
 
 @on_ranks(4, hosts="aabb")
@@ -228,20 +229,17 @@ def test_another_group_can_run_between_the_hosts(rank):
     every_collective(rank, 50_001, where="shared")
 
 
-def with_a_between_that_fails(rank, hosts):
+@on_ranks(4, hosts="aaaa")
+def test_a_factory_that_fails_is_an_error_on_every_rank(rank):
     def between(store, host, size, timeout):
         raise ValueError("no network here")
 
-    with pytest.raises(ValueError if rank.rank in (0, 2) else CommunicationError) as caught:
-        group = rank.group.split_group(range(rank.world), opts=ShmOptions(host=hosts[rank.rank], between=between))
+    error, words = ValueError, "^no network here$"
+    if rank.rank in (1, 3):
+        error, words = CommunicationError, rf"rank {rank.rank - 1} failed: ValueError\('no network here'\)"
+    with pytest.raises(error, match=words):
+        group = rank.group.split_group(range(4), opts=ShmOptions(host="aabb"[rank.rank], between=between))
         group.barrier().wait()
-    return str(caught.value)
-
-
-def test_a_factory_that_fails_is_an_error_on_every_rank():
-    texts = run_ranks(4, with_a_between_that_fails, "aabb", hosts="aaaa")
-    assert texts[0] == texts[2] == "no network here"
-    assert all(f"rank {rank - 1} failed: ValueError('no network here')" in texts[rank] for rank in (1, 3))
 
 
 def test_a_list_of_differences_that_is_too_long_says_so():
@@ -258,23 +256,26 @@ def test_a_list_of_differences_that_is_too_long_says_so():
 # ------------------------------------------------------------------------------------ lost and late
 
 
-def abort_while_all_wait(rank, told):
+@pytest.fixture
+def told():
+    """For ranks that are threads."""
+    return threading.Semaphore(0)
+
+
+@on_ranks(4, hosts="aabb", group_timeout=60.0)
+def test_an_abort_on_one_host_ends_the_wait_for_a_rank_of_another(rank, told):
     rank.group.barrier().wait()
     if rank.rank == 3:
         for _ in range(3):
             assert told.acquire(timeout=15)
-        return "3"
+        return
     work = rank.group.allreduce([torch.ones(10)])
     if rank.rank == 1:
         rank.group.abort()
-    raised = error_of(work.wait)
+    kind, text, _ = error_of(work.wait)
     told.release()
-    return raised[0], "rank 1 called abort()" in raised[1]
-
-
-def test_an_abort_on_one_host_ends_the_wait_for_a_rank_of_another():
-    ended = run_ranks(4, abort_while_all_wait, threading.Semaphore(0), hosts="aabb", group_timeout=60.0)
-    assert ended[:3] == [(CommunicationError, True)] * 3
+    assert kind is CommunicationError
+    assert "rank 1 called abort()" in text
 
 
 def die(*_):

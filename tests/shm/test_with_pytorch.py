@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 from processes import on_processes, run_processes
+from programs.networks import Applying
 
 STEPS = 3
 
@@ -96,33 +97,28 @@ def data_parallel(rank, kind, options):
     return train(model, rows)
 
 
-@pytest.mark.parametrize("kind", ["torch", "replicate", "lockstep"])
+def every_kind(rank):
+    return [data_parallel(rank, kind, {"bucket_cap_mb": 0.1}) for kind in ("torch", "replicate", "lockstep")]
+
+
 @pytest.mark.parametrize("world", [1, 3])
-def test_gradients_are_those_of_one_process(kind, world):
-    check(run_processes(world, data_parallel, kind, {"bucket_cap_mb": 0.1}, backend="shm"))
+def test_gradients_are_those_of_one_process(world):
+    for results in zip(*run_processes(world, every_kind, backend="shm"), strict=True):
+        check(results)
 
 
 def unused_parameters(rank):
     """Different layers on different ranks, and buffers that the first rank gives the others."""
     layers = nn.ModuleList([network(), network(), nn.BatchNorm1d(20)])
     layers[2].running_mean.fill_(float(rank.rank))
-    model = DistributedDataParallel(
-        Chosen(layers), find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=0.01
-    )
+    chosen = Applying(lambda m, x, index: m.layers[index](m.layers[2](x)), (), layers=layers)
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}
+    model = DistributedDataParallel(chosen, **options)
     with model.no_sync():
         model(batch(1), rank.rank).sum().backward()
     model(batch(0), rank.rank).sum().backward()
     used = [p.grad.clone() for p in model.module.layers[0].parameters()]
     return used, [b.clone() for b in model.buffers()]
-
-
-class Chosen(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x, index):
-        return self.layers[index](self.layers[2](x))
 
 
 def with_hook(rank, name, kind):
@@ -201,16 +197,20 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*AS_WITH_GLOO, *(pytest.param(name, marks=[pytest.mark.numpy] * ("Power" in name)) for name in HOOKS)],
-)
-def test_what_uses_a_process_group_gets_the_same_as_with_gloo(name):
-    function, args, near = (AS_WITH_GLOO | HOOKS)[name]
-    ours, gloo = (run_processes(2, function, *args, backend=backend) for backend in ("shm", "gloo"))
-    torch.testing.assert_close(ours, gloo, **(near or {"rtol": 0, "atol": 0}), equal_nan=True)
-    if function is data_parallel or name.startswith("fp16"):
-        check(ours, 2e-2 if near else 2e-5)
+def use(rank, names):
+    """What each of these gives, one after the other."""
+    return [function(rank, *args) for function, args, _ in map((AS_WITH_GLOO | HOOKS).get, names)]
+
+
+@pytest.mark.parametrize("names", [[*AS_WITH_GLOO], pytest.param([*HOOKS], marks=pytest.mark.numpy)], ids=len)
+def test_what_uses_a_process_group_gets_the_same_as_with_gloo(names):
+    both = (zip(*run_processes(2, use, names, backend=backend), strict=True) for backend in ("shm", "gloo"))
+    for name, ours, gloo in zip(names, *both, strict=True):
+        function, _, near = (AS_WITH_GLOO | HOOKS)[name]
+        close = near or {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(ours, gloo, **close, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+        if function is data_parallel or name.startswith("fp16"):
+            check(ours, 2e-2 if near else 2e-5)
 
 
 # ----------------------------------------------------------------------------- sharded, and DTensor
