@@ -204,11 +204,3 @@ def test_other_modules_and_other_hooks_are_refused():
     stateless.register_comm_hook(None, counting)
     with pytest.raises(HookError, match="but the hook was registered without one"):
         load_training_state_dict(stateless, {**state, "hook": {"state": {"steps": 1}}})
-
-
-@pytest.mark.parametrize(
-    "call", [training_state_dict, lockstep.loop.statistics, lambda module: load_training_state_dict(module, {})]
-)
-def test_what_is_not_replicated_has_no_state(call):
-    with pytest.raises(NotReplicableError, match=r"got a Linear that is not replicated; pass the module that went"):
-        call(nn.Linear(1, 1))
