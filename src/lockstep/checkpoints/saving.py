@@ -269,9 +269,9 @@ class Saving:
 
     def _is_told(self, name: str, target: Any) -> bool:
         """Return True if a save compares the whole state of an object: not of modules and optimizers, which may be
-        large, and of which :meth:`Ranks.check_alike` compares what is replicated."""
-        kinds = (VALUE, STATE_DICT) if self._checks and not isinstance(target, Optimizer) else (VALUE,)
-        return self._ranks.size > 1 and self._kinds[name] in kinds
+        large, and of which :meth:`Ranks.check_alike` compares what is replicated, nor of a sampler that sees to it."""
+        compared = self._checks and not (isinstance(target, Optimizer) or getattr(target, "same_on_all_ranks", False))
+        return self._ranks.size > 1 and self._kinds[name] in ((VALUE, STATE_DICT) if compared else (VALUE,))
 
     def _gather(self) -> None:
         """Gather the state that the ranks have parts of, on the ranks that write the state that is the same on all."""
