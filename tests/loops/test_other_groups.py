@@ -57,6 +57,24 @@ def test_numbers_of_a_rank_that_has_run_out_do_not_count_over_groups_that_the_lo
     assert of_pair == [(0.5, [2.0]) if rank.rank < 2 else (2.0, [1.0])] * 2
 
 
+@on_processes(2)
+def test_what_a_loss_exchanges_over_another_group_than_the_loops_leaves_padding_out(rank):
+    of_all, other = replicated(rank), over_another_group(rank)
+    for model, elsewhere in ((of_all, other), (other, of_all)):
+        seen = []
+        for x in lockstep.batches([torch.ones(1, 1) * (1 + rank.rank)] * (1 + rank.rank), model):
+            model.zero_grad()
+            found, _ = lockstep.loop.gather_rows(model(x), elsewhere)
+            found.sum().backward()
+            seen.append((len(found), model.weight.grad.item()))
+        assert seen == [(2, 3.0), (1, 2.0)]
+    means = [
+        lockstep.loop.mean_over_ranks(torch.ones(1) * rank.rank).item()
+        for _ in lockstep.batches([0] * (1 + rank.rank), other)
+    ]
+    assert means == [0.5, 1.0]
+
+
 @pytest.mark.parametrize("shares", [None, 2])
 @on_processes(
     2,

@@ -152,7 +152,8 @@ def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collec
     modules = scheduler_of(collectives.group).modules.numbered()
     behind = numbers_behind([t for t, each in zip(tensors, has_graph, strict=True) if each], modules)
     count = len(tensors[0]) if tensors and tensors[0].dim() else 0
-    numbers = [_valid(paths, tensors), decisions_of(collectives.group).is_padding, count, *has_graph, *behind]
+    decisions = decisions_of(collectives.group)
+    numbers = [_valid(paths, tensors), decisions.counts_nothing, count, *has_graph, *behind]
     answers = check_same_on_all_ranks(lines, collectives, numbers, what="gather_rows()")
     _check(list(zip(paths, tensors, strict=True)))
     _check_others([bool(row[0]) for row in answers], collectives)
@@ -162,7 +163,7 @@ def _gather(paths: Sequence[str], tensors: Sequence[Tensor], collectives: Collec
     rows = _Rows(collectives, counts, [tuple(each.shape[1:]) for each in tensors], [each.dtype for each in tensors])
     if padding[collectives.rank]:
         rows.counts_nothing, tensors = True, [each[:0] for each in tensors]
-        state_of(collectives.group).has_no_rows = True
+        state_of(collectives.group).has_no_rows = decisions.is_padding
     joined = torch.empty(0, requires_grad=True) if any(flags) else None
     whole = list(_GatherRows.apply(rows, joined, tuple(flags), None, *tensors))
     for number in sorted({number for row in answers for number in row[3 + len(tensors) :]} & modules.keys()):

@@ -80,8 +80,7 @@ def _means(listed: list[Tensor], group: Group) -> tuple[Tensor, ...]:
     modules = scheduler_of(group).modules.numbered()
     wrong = [n for n, each in enumerate(listed) if not _has_mean(each)]
     behind = numbers_behind(listed, modules) if has_graph and not wrong else []
-    decisions = decisions_of(group)  # rounds of modules over another group may count what those over this one do not
-    numbers = [has_graph, decisions.is_padding if modules else decisions.counts_nothing, *behind]
+    numbers = [has_graph, decisions_of(group).counts_nothing, *behind]
     answers = check_same_on_all_ranks(lines, collectives, numbers, what="mean_over_ranks()")
     if wrong:  # the same on all ranks
         raise OptionError(
