@@ -123,9 +123,9 @@ def test_it_goes_on_after_every_batch_on_any_number_of_ranks(workers):
     for batch in seen(run, 2):
         wanted.append(sorted(batch))
         states.append(run.state_dict())
-    for number in range(0, len(states), 1 if not workers else 5):  # workers are processes
+    for number in [3] if workers else range(len(states)):  # workers are processes
         state, rest = states[number], wanted[number:]
-        resumed = samplers(3, LENGTHS, 12)
+        resumed = samplers(2 if workers else 3, LENGTHS, 12)
         for each in resumed:
             each.load_state_dict(state)
         batches = [list(seen(each, 2)) for each in resumed]
@@ -248,21 +248,13 @@ def test_a_run_goes_on_on_another_number_of_ranks(stop, tmp_path):
         ({"batch_size": 4, "batch_cost": 5}, "either batch_size or batch_cost"),
         ({"batch_size": 0}, "a whole number of samples"),
         ({"batch_size": 2.0}, "a whole number of samples"),
+        ({"batch_size": 2}, "2 are too few for 3 ranks"),
+        ({"batch_cost": 20}, "at least 3 times the cost"),
     ],
 )
 def test_options_that_are_refused(args, says):
     with pytest.raises(OptionError, match=says):
-        BalancedSampler(LENGTHS, **args)
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [({"batch_size": 2}, "2 are too few for 3 ranks"), ({"batch_cost": 20}, "at least 3 times the cost")],
-)
-def test_batches_that_are_too_small_for_the_ranks_are_refused(args, says):
-    (each, *_) = samplers(3, LENGTHS, **args)
-    with pytest.raises(OptionError, match=says):
-        len(each)
+        len(samplers(3, LENGTHS, **args)[0])
 
 
 def test_another_state_is_refused():

@@ -15,7 +15,8 @@ import lockstep
 from lockstep.local import SyncBatchNorm
 from lockstep.loop import gather_rows, mean_over_ranks
 from processes import on_processes, run_processes
-from programs.ranks import on_ranks
+from programs.networks import mlp
+from programs.ranks import clear, on_ranks, same_gradients
 
 BATCHES = [torch.randn(n, 4, 3, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (3, 2, 0)]
 """By rank. The last one has none, and goes through one that is no number."""
@@ -50,42 +51,43 @@ def penalty(model, parts, mean=lambda grads: grads):
     return sum(each.square().sum() for each in means)
 
 
+def loss_of_similar(model, parts):
+    return cross_entropy(*similar(model(torch.cat(parts))))
+
+
 PROGRAMS = {
     "batch normalisation": (
         Normalised,
         lambda model, x, _: model(x).square().mean(),
         lambda model, parts: model(torch.cat(parts)).square().mean(),
     ),
-    "a loss of all rows": (
-        lambda: nn.Linear(3, 4),
-        whole_loss,
-        lambda model, x: cross_entropy(*similar(model(torch.cat(x)))),
-    ),
-    "a part of it": (lambda: nn.Linear(3, 4), own_part, lambda model, x: cross_entropy(*similar(model(torch.cat(x))))),
+    "a loss of all rows": (lambda: mlp(3, 4), whole_loss, loss_of_similar),
+    "a part of it": (lambda: mlp(3, 4), own_part, loss_of_similar),
     "a mean of gradients": (
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)),
+        lambda: mlp(3, 4, 1),
         lambda model, x, group: penalty(model, [x], lambda grads: mean_over_ranks(grads, group)),
         penalty,
     ),
 }
 
 
+def with_replica(rank, network):
+    """The network, and a replicated copy whose batch normalisation is over ranks."""
+    plain = rank.make(lambda: network().double())
+    net = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain), rank.group)
+    return plain, lockstep.replicate(net, process_group=rank.group)
+
+
 @pytest.mark.parametrize(("network", "loss_of", "loss_of_all"), PROGRAMS.values(), ids=PROGRAMS)
 @on_ranks(3)
 def test_ranks_without_a_batch_are_left_out(rank, network, loss_of, loss_of_all):
-    plain = rank.make(lambda: network().double())
-    net = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain), rank.group)
-    model = lockstep.replicate(net, process_group=rank.group)
-    turns = lockstep.batches(BATCHES[rank.rank], model, padding=NOT_A_NUMBER)
-    for number, x in enumerate(turns):
-        for each in (model, plain):
-            each.zero_grad()
+    plain, model = with_replica(rank, network)
+    for number, x in enumerate(lockstep.batches(BATCHES[rank.rank], model, padding=NOT_A_NUMBER)):
+        clear(model, plain)
         loss_of(model, x, rank.group).backward()
         loss_of_all(plain, [each[number] for each in BATCHES if len(each) > number]).backward()
-        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-10, atol=1e-12)
-        for found, wanted in zip(model.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        same_gradients(rank, model, plain, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close([*model.buffers()], [*plain.buffers()], rtol=1e-10, atol=1e-12)
     assert number == 2
 
 
@@ -93,8 +95,7 @@ def test_ranks_without_a_batch_are_left_out(rank, network, loss_of, loss_of_all)
 @on_ranks(2)
 def test_a_batch_that_counts_nothing_on_any_rank(rank, network, loss_of, _):
     """One rank has run out in the outer loop, the other one in the inner loop."""
-    net = SyncBatchNorm.convert_sync_batchnorm(rank.make(lambda: network().double()), rank.group)
-    model = lockstep.replicate(net, process_group=rank.group)
+    _, model = with_replica(rank, network)
     x, seen = torch.ones(2, 3, dtype=torch.float64) * torch.arange(2)[:, None], []
     for _ in lockstep.batches([0] * (1 + rank.rank), model):
         turns = lockstep.batches([x] * (2 - rank.rank), model)
@@ -120,33 +121,26 @@ def test_a_normalisation_over_another_group_than_the_loop(rank):
         model(x).square().mean().backward()
     plain(torch.cat([each[0] for each in batches]))
     plain(batches[0][1])
-    for found, wanted in zip(model.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close([*model.buffers()], [*plain.buffers()])
 
 
-def fails_after_the_loop(rank):
-    with lockstep.session() as run:
-        model = lockstep.replicate(nn.Linear(3, 4).double())
-        for x in run.batches(BATCHES[run.rank]):
-            gather_rows(model(x), model).rows.sum().backward()
-        raise ValueError("evaluation")
-
-
-def test_an_error_after_the_loop_has_nothing_to_do_with_it():
-    for each in run_processes(2, fails_after_the_loop, launched=True, errors=True):
-        assert "rows[own]" not in str(each.error.__cause__)
-
-
-def compares_what_it_passed(rank):
+def compares(rank, what_it_passed):
     with lockstep.session() as run:
         model = lockstep.replicate(nn.Linear(3, 4).double())
         for x in run.batches(BATCHES[run.rank]):
             features = model(x)
             rows, own = gather_rows(features, model)
-            cross_entropy(features @ rows.T, torch.arange(own.start, own.stop)).backward()
+            its_own = features if what_it_passed else rows[own]
+            cross_entropy(its_own @ rows.T, torch.arange(own.start, own.stop)).backward()
+        raise ValueError("evaluation")
 
 
 def test_a_loss_of_what_was_passed_is_an_error_that_says_what_to_take_instead():
-    first, second = run_processes(2, compares_what_it_passed, launched=True, errors=True)
+    first, second = run_processes(2, compares, True, launched=True, errors=True)
     assert "Expected input batch_size (4) to match target batch_size (0)" in str(second.error)
     assert all("take its own rows from the result, rows[own]" in str(each.error.__cause__) for each in (first, second))
+
+
+def test_an_error_after_the_loop_has_nothing_to_do_with_it():
+    for each in run_processes(2, compares, False, launched=True, errors=True):
+        assert "rows[own]" not in str(each.error.__cause__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -16,13 +17,14 @@ from lockstep.distributed.comm.group_state import sequence_number_on
 from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, PeerError
 from lockstep.loop import gather_rows
 from processes import on_processes
-from programs.ranks import on_ranks, replicated
+from programs.ranks import on_ranks, replicated, same_gradients
 from small_modules import fails_in_backward
 from threaded import run_ranks
 
 ROWS = {1: (6,), 2: (2, 4), 3: (2, 1, 3)}
 """By the number of ranks, the rows that each has."""
 worlds = pytest.mark.parametrize("world", ROWS)
+as_alone = functools.partial(same_gradients, rtol=1e-12, atol=1e-14)
 
 
 def parts(tensor, rank):
@@ -71,35 +73,15 @@ def in_place(model, x):
     return cross_entropy(*similar(features.mul_(2), model.scale))
 
 
-def gradients(model):
-    return {name: p.grad for name, p in model.named_parameters()}
+def penalised(model, x):
+    """With a penalty on the gradient of the features, through the rows of all ranks."""
+    features = model(x)
+    rows = gather_rows(features, model).rows
+    loss = cross_entropy(*similar(rows, model.scale))
+    (grad,) = torch.autograd.grad(loss, features, create_graph=True)
+    scale = 1 / model.ranks  # each rank computes the whole loss
+    return loss + model.ranks * (scale * grad).square().sum()
 
-
-def close(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, each in wanted.items():
-        torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-14, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def beside_one_process(rank, loss_of, *inputs):
-    """The gradients of a loss over the ranks' rows are those of one process."""
-    plain, model = rank.make(Encoder), replicated(rank, Encoder)
-    plain.ranks, model.ranks = 1, rank.world
-    loss_of(plain, *inputs).backward()
-    for _ in range(2):  # the second pass is in the order of the plan
-        model.zero_grad()
-        loss_of(model, *(parts(each, rank) for each in inputs)).backward()
-    close(gradients(model), gradients(plain))
-
-
-@worlds
-@pytest.mark.parametrize("loss_of", [whole_loss, own_part, in_place])
-@on_ranks(None, "world")
-def test_gradients_are_those_of_one_process(rank, loss_of):
-    beside_one_process(rank, loss_of, drawn(6, 5))
-
-
-# ------------------------------------------------------------------------------------------------ the recipes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "whole_batch.md").read_text()
 
@@ -114,29 +96,39 @@ def recipes():
 
 
 RECIPES = recipes()  # not by each rank: threads of Python 3.11 cannot parse at the same time
+X, Y = drawn(6, 5), drawn(6, 5, seed=1)
+CLASSES = torch.tensor([0, 1, 0, 1, 2, 2])
+
+
+def of_pairs(recipe):
+    return lambda model, a, b: RECIPES[recipe](model, model(a), model(b))
+
+
+LOSSES = {
+    "of all rows on each rank": (whole_loss, X),
+    "of its own rows on each rank": (own_part, X),
+    "of rows that are written to": (in_place, X),
+    "with gradients of gradients": (penalised, X),
+    "clip_loss": (of_pairs("clip_loss"), X, Y),
+    "clip_loss_of_own_rows": (of_pairs("clip_loss_of_own_rows"), X, Y),
+    "simclr_loss": (of_pairs("simclr_loss"), X, Y),
+    "triplet_loss": (lambda model, x, y: RECIPES["triplet_loss"](model, model(x), y), X, CLASSES),
+    "penalty": (lambda model, x: RECIPES["penalty"](model, x, lambda f: (f @ f.T).exp().mean()), X),
+}
 
 
 @worlds
-@pytest.mark.parametrize("name", ["clip_loss", "clip_loss_of_own_rows", "simclr_loss"])
+@pytest.mark.parametrize("loss", LOSSES)
 @on_ranks(None, "world")
-def test_losses_of_pairs(rank, name):
-    loss = RECIPES[name]
-    beside_one_process(rank, lambda model, a, b: loss(model, model(a), model(b)), drawn(6, 5), drawn(6, 5, seed=1))
-
-
-@worlds
-@on_ranks(None, "world")
-def test_batch_hard_triplets(rank):
-    loss = RECIPES["triplet_loss"]
-    labels = torch.tensor([0, 1, 0, 1, 2, 2])
-    beside_one_process(rank, lambda model, x, y: loss(model, model(x), y), drawn(6, 5), labels)
-
-
-@worlds
-@on_ranks(None, "world")
-def test_a_gradient_penalty(rank):
-    penalty = RECIPES["penalty"]
-    beside_one_process(rank, lambda model, x: penalty(model, x, lambda f: (f @ f.T).exp().mean()), drawn(6, 5))
+def test_gradients_are_those_of_one_process(rank, loss):
+    loss_of, *inputs = LOSSES[loss]
+    plain, model = rank.make(Encoder), replicated(rank, Encoder)
+    plain.ranks, model.ranks = 1, rank.world
+    loss_of(plain, *inputs).backward()
+    for _ in range(2):  # the second pass is in the order of the plan
+        model.zero_grad()
+        loss_of(model, *(parts(each, rank) for each in inputs)).backward()
+    as_alone(rank, model, plain)
 
 
 @worlds
@@ -153,9 +145,9 @@ def test_a_queue_of_negatives(rank):
             loss, queue = step(model, model(a), keys(b), queue)
             loss.backward()
             optimizer.step()
-        found.append({**{name: p.detach() for name, p in model.named_parameters()}, "queue": queue})
+        found.append([*model.parameters(), queue])
     wanted, got = found
-    close(got, wanted)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
 
 
 @worlds
@@ -170,7 +162,7 @@ def test_micro_batches_with_cached_gradients(rank, size):
         return cross_entropy(*similar(gather_rows(features, model).rows, model.scale))
 
     RECIPES["cached_backward"](model, parts(x, rank), loss_of, size)
-    close(gradients(model), gradients(plain))
+    as_alone(rank, model, plain)
 
 
 # ------------------------------------------------------------------------------------------------- its contract
@@ -201,7 +193,7 @@ def test_a_rank_without_rows(rank):
     x, model, plain = drawn(4, 5), replicated(rank, Encoder), rank.make(Encoder)
     whole_loss(model, x if rank.rank == 0 else x[:0]).backward()
     whole_loss(plain, x).backward()
-    close(gradients(model), gradients(plain))
+    as_alone(rank, model, plain)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
@@ -230,25 +222,9 @@ def test_only_tensors_that_need_a_gradient_somewhere_have_a_graph(rank):
     rows.square().sum().mul(torch.arange(1.0, 3.0).sum()).backward()
     plain = rank.make(Encoder)
     (3 * plain(x[:2]).square().sum()).backward()
-    close({"w": model.layers[0].weight.grad}, {"w": plain.layers[0].weight.grad})
+    as_alone(rank, model.layers, plain.layers)
     with torch.no_grad():
         assert not gather_rows(model(parts(x, rank)), model).rows.requires_grad
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@on_ranks(None, "world")
-def test_gradients_of_gradients(rank):
-    """A penalty on the gradient of the features, through the rows of all ranks."""
-
-    def penalised(model, x):
-        features = model(x)
-        rows = gather_rows(features, model).rows
-        loss = cross_entropy(*similar(rows, model.scale))
-        (grad,) = torch.autograd.grad(loss, features, create_graph=True)
-        scale = 1 / model.ranks  # each rank computes the whole loss
-        return loss + model.ranks * (scale * grad).square().sum()
-
-    beside_one_process(rank, penalised, drawn(6, 5))
 
 
 @on_ranks(2)

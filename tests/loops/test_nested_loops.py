@@ -3,6 +3,7 @@ where its rank has one in all of them."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -13,6 +14,7 @@ import lockstep
 from lockstep.errors import OptionError
 from programs.networks import Signed
 from programs.ranks import on_ranks, replicated, scalars
+from small_modules import x_of
 from threaded import run_ranks
 
 
@@ -117,21 +119,18 @@ def test_three_loops(rank):
 @pytest.mark.parametrize("how", ["break", "raise"])
 @on_ranks(2)
 def test_an_inner_loop_that_is_left_early(rank, how):
-    """The inner loop is left before its end, on all ranks."""
     program = Program(rank)
     outer, inner = (2, 3), (1, 3)
     for number, _ in enumerate(batches := lockstep.batches([0] * outer[rank.rank], program.model)):
         active = having(outer, number)
         within = lockstep.batches([0] * inner[rank.rank], program.model)
-        try:
+        with contextlib.suppress(ArithmeticError):
             for place, _ in enumerate(within):
                 program.step(having(inner, place, active), batches, within)
+                if place == 1 and how == "break":
+                    break
                 if place == 1:
-                    if how == "break":
-                        break
                     raise ArithmeticError
-        except ArithmeticError:
-            pass
         program.step(active, batches)
     program.step(range(rank.world))
     assert program.turn == 3 * 3 + 1
@@ -175,10 +174,10 @@ def test_micro_batches_in_an_inner_loop(rank, skipped):
         model.zero_grad()
         with model.no_sync():
             for place, _ in enumerate(lockstep.batches([0] * inner[rank.rank], model)):
-                model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+                model(x_of(rank)).sum().backward()
                 if skipped == (number, place) and rank.rank == 0:
                     lockstep.loop.skip_batch(model)
-        model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+        model(x_of(rank)).sum().backward()
         found.append((*scalars(model), lockstep.loop.skipped(model)))
     usual, last = ((3 + 1) * 1.0 + (1 + 1) * 2.0) / 2, (1 + 1) * 2.0
     assert found == [(usual, False), (None, True) if skipped else (usual, False), (last, False)]
@@ -186,7 +185,6 @@ def test_micro_batches_in_an_inner_loop(rank, skipped):
 
 @on_ranks(2)
 def test_each_loop_knows_which_of_its_batches_was_left_out(rank):
-    """Batches of the outer and of the inner loop are left out; each loop knows of its own."""
     model, found = replicated(rank), []
     for number, _ in enumerate(lockstep.batches([0] * (1 + rank.rank), model)):
         with lockstep.loop.skip_on(ArithmeticError, modules=[model]):
@@ -219,7 +217,7 @@ def test_a_batch_of_an_inner_loop_that_was_left_out_is_none_of_the_outer_loop(ra
         if number >= 4:
             found.append(lockstep.loop.skipped(model))
         model.zero_grad()
-        model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+        model(x_of(rank)).sum().backward()
         if number >= 4:
             found.append((lockstep.loop.skipped(model), model.weight.grad.item()))
     assert found == [False, (False, 1.5)] * 2
@@ -228,7 +226,6 @@ def test_a_batch_of_an_inner_loop_that_was_left_out_is_none_of_the_outer_loop(ra
 @pytest.mark.parametrize("again", [False, True])
 @on_ranks(2)
 def test_a_module_that_is_new_in_a_batch_that_counts_nothing(rank, again):
-    """A module is replicated, or replicated once more, in a batch that counts nothing on rank 0."""
     model = replicated(rank)
     found = []
     for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
@@ -236,10 +233,10 @@ def test_a_module_that_is_new_in_a_batch_that_counts_nothing(rank, again):
             model = lockstep.DistributedDataParallel(getattr(model, "module", model), process_group=rank.group)
         new = model if again else replicated(rank)
         new.zero_grad()
-        new(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+        new(x_of(rank)).sum().backward()
         found.append(next(new.parameters()).grad.item())
     new.zero_grad()
-    new(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+    new(x_of(rank)).sum().backward()
     assert [*found, next(new.parameters()).grad.item()] == [1.5, 2.0, 2.0, 1.5]
 
 

@@ -10,24 +10,21 @@ from torch import nn
 
 import lockstep
 from lockstep.loop import skip_batch, skip_on, skipped
-from programs.ranks import on_ranks
+from programs.ranks import clear, on_ranks, rows, same_gradients
+from small_modules import fails_in_backward
 
 BAD = torch.full((4, 3), torch.nan, dtype=torch.float64)
 LENGTHS = {"the second one": (4, 2), "the only one": (4, 1)}
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError
+def loss_of(models, x, fails=False):
+    first, *others = models
+    y = fails_in_backward(first(x), fails, ValueError)
+    return sum((model(y).square().mean() for model in others), y.square().mean())
 
 
 def skips_by_hand(models, x):
-    loss = sum(model(x).square().mean() for model in models)
+    loss = loss_of(models, x)
     if loss.isfinite():
         loss.backward()
     else:
@@ -38,15 +35,12 @@ def before_forward(models, x):
     with skip_on(ValueError, modules=models):
         if not x.isfinite().all():
             raise ValueError
-        sum(model(x).square().mean() for model in models).backward()
+        loss_of(models, x).backward()
 
 
 def in_backward(models, x):
     with skip_on(ValueError, modules=models):
-        x = models[0](x)
-        if not x.isfinite().all():
-            x = FailsInBackward.apply(x)
-        sum([x.square().mean(), *(model(x).sum() for model in models[1:])]).backward()
+        loss_of(models, x, fails=not x.isfinite().all()).backward()
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -56,25 +50,15 @@ def in_backward(models, x):
 def test_only_the_batch_itself_is_left_out(rank, lengths, step, count):
     plain = [rank.make(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()) for _ in range(count)]
     models = [lockstep.replicate(copy.deepcopy(each), process_group=rank.group) for each in plain]
-    batches = [rank.make(lambda: torch.randn(4, 3).double(), seed) for seed in range(lengths[0])]
+    batches = [rows(number, 0, 4, 3) for number in range(lengths[0])]
     own = batches if rank.rank == 0 else [*batches[: lengths[1] - 1], BAD]
     for number, x in enumerate(lockstep.batches(own, *models)):
-        for each in (*models, *plain):
-            each.zero_grad()
+        clear(*models, *plain)
         step(models, x)
         assert skipped(*models) == (number == lengths[1] - 1)
         if skipped(*models):
             continue
-        step_of_one_process(plain, step, batches[number])
-        assert all(rank.all_equal(each) for model in models for each in model.buffers())
+        loss_of(plain, batches[number]).backward()
         for model, alone in zip(models, plain, strict=True):
-            for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(found.grad, wanted.grad)
-
-
-def step_of_one_process(models, step, x):
-    if step is in_backward:
-        x = models[0](x)
-        sum([x.square().mean(), *(model(x).sum() for model in models[1:])]).backward()
-    else:
-        sum(model(x).square().mean() for model in models).backward()
+            same_gradients(rank, model, alone)
+            assert all(map(rank.all_equal, model.buffers()))

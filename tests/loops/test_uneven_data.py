@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,7 +147,6 @@ def test_data_loaders(rank):
 @pytest.mark.parametrize("hosts", ["", "aa"])
 @on_ranks(2, "hosts")
 def test_a_batch_that_counts_nothing_leaves_no_trace(rank):
-    """It is spoilt: its gradients and statistics are nowhere."""
     model = replicated(rank, lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)))
     part = replicated(rank, lambda: nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)]))
     optimizer = torch.optim.Adam([*model.parameters(), *part.parameters()], weight_decay=0.1)
@@ -177,59 +174,52 @@ def test_a_batch_that_counts_nothing_leaves_no_trace(rank):
     assert int(model[1].num_batches_tracked) == 6  # those of the first rank that has had one
 
 
-def whose_buffers(rank, lengths, known, turns):
-    """Whose buffers all have after each turn of two loops, of which the second goes on for so many turns alone, and in
-    two steps after them."""
-    model, own, seen = replicated(rank, Signed), [0] * lengths[rank.rank], []
+def whose_buffers(rank, lengths, known, modules, passes, leaves_after=None):
+    """Whose buffers the modules have after each turn of two loops, of which the second may be left early, and in two
+    steps after them."""
+    models, own, seen = [replicated(rank, Signed) for _ in range(modules)], [0] * lengths[rank.rank], []
+
+    def step(turn):
+        for _ in range(passes):
+            sum(model(turn, rank.rank) for model in models).backward()
+        seen.extend({model.signature() for model in models})
+
     for epoch in range(2):
-        for turn, _ in enumerate(lockstep.batches(own if known else iter(own), model)):
-            model(turn, rank.rank).backward()
-            seen.append(model.signature())
-            if epoch and turn + 1 == turns:
+        for turn, _ in enumerate(lockstep.batches(own if known else iter(own), *models, padding=0)):
+            step(turn)
+            if epoch and turn + 1 == leaves_after:
                 break
-    for turn in (7, 8):
-        model(turn, rank.rank).backward()
-        seen.append(model.signature())
+    step(7)
+    step(8)
     return seen
 
 
+OWNERS = {
+    (1, 3): (0, 1, 1),
+    (3, 1): (0, 0, 0),
+    (1, 4, 2): (0, 1, 1, 1),
+    (1, 2, 3): (0, 1, 2),
+    (0, 2, 3): (1, 1, 2),
+    (2, 1, 3): (0, 0, 2),
+}
+"""By the lengths of the ranks' loaders, whose buffers all have after each turn."""
+
+
 @knowing
-@pytest.mark.parametrize(
-    ("lengths", "owners"), [((1, 3), (0, 1, 1)), ((3, 1), (0, 0, 0)), ((1, 4, 2), (0, 1, 1, 1)), ((1, 2, 3), (0, 1, 2))]
-)
-def test_buffers_are_those_of_the_first_rank_that_has_a_batch(known, lengths, owners):
-    loop = list(enumerate(owners))
-    for found in run_ranks(len(lengths), whose_buffers, lengths, known, None):
-        assert found == [*loop, *loop, (7, 0), (8, 0)]
+@pytest.mark.parametrize(("modules", "passes"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("host", ["", "a"], ids=["gloo", "shm"])
+def test_buffers_are_those_of_the_first_rank_that_has_a_batch(known, modules, passes, host):
+    for lengths, owners in OWNERS.items():
+        loop = list(enumerate(owners))
+        world = len(lengths)
+        for found in run_ranks(world, whose_buffers, lengths, known, modules, passes, hosts=host * world):
+            assert found == [*loop, *loop, (7, 0), (8, 0)]
 
 
 @knowing
 def test_buffers_are_those_of_rank_0_again_after_a_loop_that_was_left_early(known):
-    for found in run_ranks(2, whose_buffers, (1, 4), known, 2):
+    for found in run_ranks(2, whose_buffers, (1, 4), known, 1, 1, 2):
         assert found == [(0, 0), (1, 1), (2, 1), (3, 1), (0, 0), (1, 1), (7, 0), (8, 0)]
-
-
-def several_rounds(rank, lengths, known, modules):
-    """Whose buffers all have after a turn of two modules, or of two backward passes of one."""
-    models = [replicated(rank, Signed) for _ in range(modules)]
-    own, seen = [0] * lengths[rank.rank], []
-    for turn, _ in enumerate(lockstep.batches(own if known else iter(own), *models, padding=0)):
-        if modules == 1:
-            models[0](turn, rank.rank).backward()
-            models[0](turn, rank.rank).backward()
-        else:
-            sum(model(turn, rank.rank) for model in models).backward()
-        seen.append({model.signature() for model in models})
-    return seen
-
-
-@knowing
-@pytest.mark.parametrize("modules", [1, 2])
-@pytest.mark.parametrize("hosts", ["", "aaa"], ids=["gloo", "shm"])
-def test_buffers_of_a_turn_of_several_rounds_are_those_of_one_rank(known, modules, hosts):
-    for lengths, owners in (((1, 3, 2), (0, 1, 1)), ((0, 2, 3), (1, 1, 2)), ((2, 1, 3), (0, 0, 2))):
-        for found in run_ranks(3, several_rounds, lengths, known, modules, hosts=hosts):
-            assert found == [{each} for each in enumerate(owners)]
 
 
 def statistics(count):
@@ -257,19 +247,10 @@ def test_mean_buffers_are_those_of_the_ranks_that_have_a_batch(rank, known, coun
     assert [*seen, {round(each, 4) for each in model.values.tolist()}] == [{2.5}, {4.0}, {2.5}, {4.0}, {2.3333}]
 
 
-@on_ranks(2)
-def test_statistics_of_each_rank_count_its_own_batches(rank):
-    model = lockstep.replicate(nn.BatchNorm1d(1), process_group=rank.group, buffer_policy="local")
-    for x in lockstep.batches([torch.randn(4, 1)] * (1 + rank.rank), model):
-        model(x).sum().backward()
-    assert int(model.num_batches_tracked) == [1, 2][rank.rank]
-
-
 @pytest.mark.filterwarnings("ignore:.*SGD.step.. uses the gradient")  # to which a pass has added zeros
 @pytest.mark.parametrize("unfrozen", [False, True])
 @on_ranks(2)
 def test_a_backward_after_the_round_of_a_batch_that_counts_nothing(rank, unfrozen):
-    """A backward of a loop comes after the one that synchronises, and is not to count."""
     model = replicated(rank, chain)
     optimizer = torch.optim.SGD(model.parameters(), 0.25)
     model[1].requires_grad_(not unfrozen)
@@ -296,13 +277,6 @@ def test_statistics_of_a_forward_after_the_round_of_a_batch_that_counts_nothing(
 
 
 @on_ranks(2)
-def test_the_loop_may_take_things_out_of_a_batch(rank):
-    model = replicated(rank)
-    for batch in lockstep.batches([{"x": x_of(rank)} for _ in range(1 + 2 * rank.rank)], model):
-        model(batch.pop("x")).sum().backward()
-
-
-@on_ranks(2)
 def test_gradients_that_are_kept(rank):
     """Gradients are never set to None: what is there counts as the mean that it was."""
     model = replicated(rank)
@@ -324,7 +298,6 @@ def test_a_rank_whose_backward_fails_stops_with_the_others(rank):
 @knowing
 @on_ranks(2)
 def test_a_rank_without_any_batch(rank, known):
-    """It needs padding."""
     model, own = replicated(rank), [x_of(rank)] * (2 * rank.rank)
     with pytest.raises(OptionError, match="rank 0 has no batch at all"):
         body(model, lockstep.batches(own if known else iter(own), model))
@@ -497,7 +470,6 @@ def test_skip_on_leaves_buffers_and_the_optimizer_as_they_were(rank):
 
 @on_ranks(2)
 def test_other_errors_are_told(rank):
-    """What is raised is not what skip_on is for."""
     model = replicated(rank)
     told = pytest.raises(ZeroDivisionError if rank.rank else PeerError)
     with told, lockstep.loop.skip_on(BadBatchError, modules=[model]):
@@ -539,7 +511,6 @@ def test_a_batch_is_left_out_after_its_forward(rank):
 
 @on_ranks(2)
 def test_a_batch_is_left_out_after_an_earlier_failure(rank):
-    """A failed backward that all ranks went on from has nothing to do with a batch that is left out later."""
     usual = False, 1.5
     model = replicated(rank)
     seen = []
@@ -556,21 +527,6 @@ def test_a_batch_is_left_out_after_an_earlier_failure(rank):
 
 
 # ---------------------------------------------------------------------------- agreement
-
-
-@on_ranks(3)
-def test_all_ranks_stop_at_the_same_step(rank):
-    model = replicated(rank)
-    asked = SimpleNamespace(reason=None)
-    decisions = lockstep.loop.stop_when(lambda: asked.reason, rank.group)
-    for number in itertools.count():
-        if rank.rank and number == 2:
-            asked.reason = "SIGTERM"
-        body(model, [x_of(rank)])
-        if lockstep.should_stop(rank.group):
-            assert decisions.should_stop
-            break
-    assert number == 2
 
 
 @on_ranks(3)

@@ -17,9 +17,10 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
-from programs.ranks import on_ranks
+from programs.networks import mlp
+from programs.ranks import on_ranks, replicated
 from small_modules import fails_in_backward
-from threaded import run_ranks
+from threaded import Rank, run_ranks
 from training_loops import WHERE, BadBatchError
 
 AROUND = ("skip_on around", "except around")
@@ -97,16 +98,16 @@ def rows_of(epoch: int, step: int, rank: int, micro: int, rows: int) -> torch.Te
 
 
 def network() -> nn.Module:
-    numbers = torch.Generator().manual_seed(3)  # threads share PyTorch's own
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    for p in module.parameters():
-        nn.init.normal_(p, generator=numbers)
-    return module
+    return mlp().double()
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def expected(world: int, program: Program) -> list[torch.Tensor]:
     """The weights after each step of one process with all rows."""
-    model, found = network(), []
+    model, found = Rank(0, 1, None).make(network), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for epoch, steps in enumerate(program.epochs):
         for number, step in enumerate(steps):
@@ -123,7 +124,7 @@ def expected(world: int, program: Program) -> list[torch.Tensor]:
             for p in model.parameters() if not step.is_left_out else ():
                 p.grad /= weight if program.weighted else len(ranks)
             optimizer.step()
-            found.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
+            found.append(weights_of(model))
             if program.leaves is not None and number == program.leaves:
                 break
     return found
@@ -173,7 +174,7 @@ def one_step(model, program, step, place, rank):
 
 
 def train(rank, program):
-    model = lockstep.replicate(network(), process_group=rank.group)
+    model = replicated(rank, network)
     optimizer, found = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), []
     for epoch, steps in enumerate(program.epochs):
         own = range(program.lengths[rank.rank])
@@ -184,7 +185,7 @@ def train(rank, program):
                 assert lockstep.loop.skipped(model) is steps[number].is_left_out or rank.rank in steps[number].bad
                 optimizer.step()
                 if not (steps[number].how == SILENT and steps[number].bad):
-                    found.append(torch.cat([p.detach().flatten() for p in model.parameters()]).clone())
+                    found.append(weights_of(model))
                 if program.leaves is not None and number == program.leaves:
                     break
         except (BadBatchError, PeerError):
@@ -233,7 +234,7 @@ def test_a_whole_step_is_left_out_by_what_is_around_its_micro_batches(how, where
 @on_ranks(2, raises=OptionError, says="skip_on() has ended between the micro-batches of a step")
 def test_skip_on_between_the_micro_batches_of_a_step_is_an_error(rank, kind):
     """Also where it is of a kind that the block leaves out batches for."""
-    model = lockstep.replicate(network(), process_group=rank.group)
+    model = replicated(rank, network)
     with lockstep.loop.skip_on(kind, modules=[model]), lockstep.accumulate(model, last=False):
         model(torch.ones(1, 3).double()).sum().backward()
 
@@ -241,7 +242,7 @@ def test_skip_on_between_the_micro_batches_of_a_step_is_an_error(rank, kind):
 @on_ranks(2, raises=PeerError, says=("rank 1 leaves out its batch", "inside accumulate() or no_sync()"))
 def test_a_step_over_several_batches_has_to_leave_out_one_inside_of_accumulate(rank):
     """Outside of `accumulate` a rank leaves out its batch, and goes on with the rest of the step."""
-    model = lockstep.replicate(network(), process_group=rank.group)
+    model = replicated(rank, network)
     for number in lockstep.batches(range(4), model):
         try:
             with lockstep.accumulate(model, last=number % 2 == 1):
@@ -252,8 +253,7 @@ def test_a_step_over_several_batches_has_to_leave_out_one_inside_of_accumulate(r
 
 @on_ranks(2)
 def test_a_new_loop_after_an_error_in_one_that_is_kept(rank):
-    """A loop that an error has left is over, although its iterator is still there."""
-    model = lockstep.replicate(network(), process_group=rank.group)
+    model = replicated(rank, network)
     kept, found = [], []
     for epoch in range(3):
         kept.append(iter(lockstep.batches(iter(range(3)), model)))
@@ -272,9 +272,7 @@ def test_a_new_loop_after_an_error_in_one_that_is_kept(rank):
 @pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
 @on_ranks(2)
 def test_buffers_of_a_step_that_is_left_out_are_those_from_before_it(rank, policy, bad):
-    """Whichever micro-batch is left out, inside of `accumulate`."""
-    model = rank.make(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
-    lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
+    model = replicated(rank, lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), buffer_policy=policy)
     for step in range(2):
         before = [each.clone() for each in model.buffers()]
         for number in range(3):
