@@ -24,46 +24,39 @@ def cudnn():
         yield torch.backends.cudnn
 
 
-def changed_by(change):
-    """The names of the settings that differ after a change, and what a step says to the first."""
+@pytest.fixture
+def flash():
+    yield
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+PRECISION = "precision of float32 in matrix products, convolutions and RNNs"
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CHANGES = {
+    PRECISION: (lambda patch: setattr(torch.backends.cudnn, "allow_tf32", False), ["tf32"]),
+    "cuBLAS": (lambda patch: patch.setenv(CUBLAS, ":4096:8"), [f"{CUBLAS}=None", f"{CUBLAS}=:4096:8"]),
+    "cuDNN": (lambda patch: setattr(torch.backends.cudnn, "deterministic", True), []),
+    "backends of attention": (lambda patch: torch.backends.cuda.enable_flash_sdp(False), []),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.usefixtures("named", "cudnn", "flash")
+def test_settings_of_cuda_are_compared(name, monkeypatch):
+    monkeypatch.delenv(CUBLAS, raising=False)
+    change, words = CHANGES[name]
     before = settings_of(CUDA)
-    change()
+    change(monkeypatch)
     now = settings_of(CUDA)
     with pytest.raises(AgreementError, match="which changes the bits of each step") as raised:
         check_settings(before, now, 1, "when the module was replicated")
-    return [name for name in before if before[name] != now[name]], str(raised.value)
+    assert [each for each in before if before[each] != now[each]] == [name]
+    assert all(word in str(raised.value) for word in words)
 
 
-def test_tf32_of_convolutions_is_compared(named, cudnn):
-    names, text = changed_by(lambda: setattr(cudnn, "allow_tf32", False))
-    assert names == ["precision of float32 in matrix products, convolutions and RNNs"]
-    assert "tf32" in text
-
-
-def test_the_workspace_of_cublas_is_compared(named, monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    names, text = changed_by(lambda: monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
-    assert names == ["cuBLAS"]
-    assert "CUBLAS_WORKSPACE_CONFIG=None" in text
-    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in text
-
-
-def test_flags_and_versions_of_cudnn_are_compared(named, cudnn, monkeypatch):
-    names, _ = changed_by(lambda: setattr(cudnn, "deterministic", True))
-    assert names == ["cuDNN"]
+def test_versions_of_cudnn_are_compared(named, cudnn, monkeypatch):
     monkeypatch.setattr(cudnn, "version", lambda: 91900)
     assert settings_of(CUDA)["cuDNN"].startswith("91900, ")
-
-
-def test_backends_of_attention_are_compared(named):
-    def without_flash():
-        torch.backends.cuda.enable_flash_sdp(False)
-
-    try:
-        names, _ = changed_by(without_flash)
-    finally:
-        torch.backends.cuda.enable_flash_sdp(True)
-    assert names == ["backends of attention"]
 
 
 def test_kernels_that_are_chosen_by_their_speed_are_refused_on_cuda(cudnn):
@@ -84,7 +77,7 @@ def test_a_precision_that_was_set_for_a_backend_alone_is_no_error(named):
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = "tf32"
-        precision = settings_of(CUDA)["precision of float32 in matrix products, convolutions and RNNs"]
+        precision = settings_of(CUDA)[PRECISION]
     finally:
         matmul.fp32_precision = before
     assert precision.startswith("tf32")

@@ -120,33 +120,40 @@ def test_gradients_are_divided_by_the_rows_of_the_world(rank):
     assert gradients_of(*linear(rank)) == [[3.5], [11.5]]
 
 
+def weighted(*weights):
+    """A share whose weights are numbers, or functions of its rows; only the first comes with a backward pass."""
+
+    def step(model, x):
+        for number, weight in enumerate(weights):
+            with lockstep.accumulate(model, weight=weight(x) if callable(weight) else weight):
+                if number == 0:
+                    model(x).sum().backward()
+
+    return step
+
+
+def several_passes(model, x):
+    model(x).sum().backward()
+    (10 * model(x)).sum().backward()
+
+
+# Weights divide the sum, 28, by 4 times what they add up to in a share, and by nothing if that is 0.
+STEPS = {
+    "a mean": ({"loss": "mean"}, lambda model, x: model(x).mean().backward(), 3.5),
+    "several passes": ({}, several_passes, 38.5),
+    "the sum of the rows as the weight": ({}, weighted(torch.sum), 1.0),
+    "small weights": ({}, weighted(0.0625, 0.0625), 56.0),
+    "no weight": ({}, weighted(0.0, 0.0), 28.0),
+    "weights that add up": ({}, weighted(3.0, 1.0), 1.75),
+}
+
+
+@pytest.mark.parametrize(("options", "step", "expected"), STEPS.values(), ids=STEPS)
 @on_ranks(2)
-def test_a_loss_that_is_a_mean_lets_shares_count_alike(rank):
-    model, data = linear(rank, loss="mean")
+def test_what_each_share_contributes(rank, options, step, expected):
+    model, data = linear(rank, **options)
     for (x,) in next(iter(data)):
-        model(x).mean().backward()
-    assert model.weight.grad.item() == 3.5
-
-
-@on_ranks(2)
-def test_weights_in_place_of_rows(rank):
-    model, data = linear(rank)
-    for (x,) in next(iter(data)):
-        with lockstep.accumulate(model, weight=x.sum()):
-            model(x).sum().backward()
-    assert model.weight.grad.item() == 1.0
-
-
-@pytest.mark.parametrize(("weights", "expected"), [((0.0625, 0.0625), 56.0), ((0.0, 0.0), 28.0), ((3.0, 1.0), 1.75)])
-@on_ranks(2)
-def test_weights_of_a_share_add_up_and_may_be_small_or_nothing(rank, weights, expected):
-    """The sum is divided by 4 * sum(weights), and by nothing if that is 0."""
-    model, data = linear(rank)
-    for (x,) in next(iter(data)):
-        with lockstep.accumulate(model, weight=weights[0]):
-            model(x).sum().backward()
-        with lockstep.accumulate(model, weight=weights[1]):
-            pass
+        step(model, x)
     assert model.weight.grad.item() == expected
 
 
@@ -173,15 +180,6 @@ def test_a_weight_that_is_missing_is_an_error_on_every_rank(rank):
         for number, (x,) in enumerate(batch):
             with lockstep.accumulate(model, weight=None if rank.rank == 1 and number else 1.0):
                 model(x).sum().backward()
-
-
-@on_ranks(2)
-def test_several_backwards_of_a_share_add_up(rank):
-    model, data = linear(rank)
-    for (x,) in next(iter(data)):
-        model(x).sum().backward()
-        (10 * model(x)).sum().backward()
-    assert model.weight.grad.item() == 38.5
 
 
 @on_ranks(2)
@@ -561,21 +559,6 @@ def test_buckets_leave_early_where_memory_for_them_is_there(rank, hosts, buckets
     assert ExchangePlan(specs, [], equal_deal(8, rank.world), Collectives(rank.group, Phases())).leave_early == expected
 
 
-@on_gloo_and_shm
-@on_ranks(2, "hosts")
-def test_a_second_backward_that_comes_after_buckets_have_left_counts(rank):
-    model, data = linear(rank)
-    found = []
-    for batch in itertools.islice(forever(data), 4):
-        model.zero_grad()
-        for (x,) in batch:
-            model(x).sum().backward()
-            if batch.epoch == 1:
-                (10 * model(x)).sum().backward()
-        found.append(model.weight.grad.item())
-    assert found == [3.5, 11.5, 38.5, 126.5]
-
-
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("leaves_out", [False, True])
 @on_gloo_and_shm
@@ -908,26 +891,6 @@ def test_the_training_state_of_other_shares_is_refused(rank):
 
 
 # ----------------------------------------------------------------------------------------- data
-
-
-def test_a_run_that_is_resumed_on_other_ranks_sees_every_sample_once():
-    def some(rank, state, batches):
-        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, seed=5, process_group=rank.group)
-        if state is not None:
-            data.load_state_dict(state)
-        seen = []
-        for batch in itertools.islice(data, batches):
-            seen += [x for (rows,) in batch for x in rows.flatten().tolist()]
-        return seen, data.state_dict()
-
-    def flat(found):
-        return sorted(x for seen, _ in found for x in seen)
-
-    for cut in range(1, 4):
-        first = run_ranks(3, some, None, cut)
-        rest = run_ranks(2, some, first[0][1], 99)
-        assert sorted(flat(first) + flat(rest)) == list(range(16))
-        assert rest[0][1]["epoch"] == 1
 
 
 SAMPLES = 90

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import lockstep
 import threaded
 from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError, PeerError
 from lockstep.shares import share_exchange as reduction
 from lockstep.shares.module import ShareModule
-from programs.ranks import on_ranks
+from programs.ranks import on_ranks, replicated
 from share_runs import batches_of, forever
 from threaded import count_collectives, run_ranks
 
@@ -42,30 +41,45 @@ def network():
 
 def shared(rank, rows=ROWS, **options):
     """The network with shares, and batches."""
-    model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-    return model, batches_of(rank, rows, 8, **options)
+    return replicated(rank, network, shares=4), batches_of(rank, rows, 8, **options)
 
 
-def train(rank, change, alone=False, steps=5):
-    """Return what each step has given: gradients and buffers, or an error. After the second step the module is
-    changed; if `alone` on the last rank only, which takes it back after the fourth."""
-    (model, data), found = shared(rank), []
+def outcomes(models, data, steps, begin, in_share=None):
+    """Return what each step has given: gradients and buffers of the first module, or an error, which leaves them alone.
+
+    Step `number` begins after `begin(number)`, and each of its shares after `in_share(number, share)`.
+    """
+    found, model = [], models[0]
     for number, batch in enumerate(itertools.islice(forever(data), steps)):
-        if number == 2 and (not alone or rank.rank + 1 == rank.world):
-            kept = change.do(model)
-        if number == 4 and alone and rank.rank + 1 == rank.world:
-            change.undo(model, kept)
+        begin(number)
         model.zero_grad()
         before = values_of(model)
         try:
-            for (x,) in batch:
-                model(x.to(model[0].weight.dtype)).square().sum().backward()
+            for share, (x,) in enumerate(batch):
+                if in_share is not None:
+                    in_share(number, share)
+                sum(each(x.to(each[0].weight.dtype)).square().sum() for each in models).backward()
         except (AgreementError, OutOfSyncError, NotReplicableError, PeerError) as error:
-            assert values_of(model) == before  # gradients, and buffers
+            assert in_share is not None or values_of(model) == before
             found.append(f"{type(error).__name__}: {error}")
         else:
             found.append(values_of(model))
     return found
+
+
+def train(rank, change, alone=False, steps=5):
+    """After the second step the module is changed; if `alone` on the last rank only, which takes it back after the
+    fourth."""
+    model, data = shared(rank)
+    kept = []
+
+    def begin(number):
+        if number == 2 and (not alone or rank.rank + 1 == rank.world):
+            kept.append(change.do(model))
+        if number == 4 and alone and rank.rank + 1 == rank.world:
+            change.undo(model, *kept)
+
+    return outcomes([model], data, steps, begin)
 
 
 def values_of(model):
@@ -221,33 +235,31 @@ def test_a_layer_that_comes_while_a_step_is_under_way_is_an_error(world, hosts):
     """On the last rank, in its last share."""
 
     def work(rank):
-        (model, data), found = shared(rank), []
-        for batch in itertools.islice(forever(data), 4):
-            model.zero_grad()
-            try:
-                for number, (x,) in enumerate(batch):
-                    if (batch.epoch, batch.number, number) == (0, 1, len(batch) - 1) and rank.rank + 1 == rank.world:
-                        model.append(layer(2.0))
-                    model(x.float()).square().sum().backward()
-                found.append(values_of(model)[0])
-            except (NotReplicableError, PeerError) as error:
-                found.append(str(error)[:40])
-                if rank.rank + 1 == rank.world:
-                    del model[3]
-        return found
+        model, data = shared(rank)
+        changes = rank.rank + 1 == rank.world
+
+        def in_share(number, share):
+            if changes and (number, share) == (1, 4 // world - 1):
+                model.append(layer(2.0))
+
+        def begin(number):
+            if changes and number == 2:
+                del model[3]
+
+        return outcomes([model], data, 4, begin, in_share)
 
     *others, last = run_ranks(world, work, hosts=hosts)
-    assert last[1] == "parameter 3.weight was put into the module"[:40]
+    assert last[1].startswith("NotReplicableError: parameter 3.weight was put into the module")
     for each in others:
-        assert each[1] == f"rank {len(others)} has left the loop over the shares"[:40]
+        assert each[1].startswith(f"PeerError: rank {len(others)} has left the loop over the shares")
         assert [each[0], *each[2:]] == [last[0], *last[2:]]
-    assert last[2] == last[0]
+    assert last[2][0] == last[0][0]
 
 
 @two_ranks
 @on_ranks(2, "hosts", raises=AgreementError, says="rank 1 has parameter 3.weight")
 def test_a_module_that_is_another_one_at_its_first_step_is_an_error(rank):
-    model = lockstep.replicate(network(), shares=4, process_group=rank.group, init_sync=False)
+    model = replicated(rank, network, shares=4, init_sync=False)
     if rank.rank:
         model.append(layer(2.0))
     for (x,) in next(iter(batches_of(rank, ROWS, 8))):
@@ -281,54 +293,41 @@ def test_a_rank_at_a_batch_with_another_number_of_shares_is_told(world, hosts):
         assert "is at the end of another step" in result[2]
 
 
+def cannot_begin(rank, modules, puts_back):
+    """Before the third of five steps, rank 1 registers an optimizer's hook and writes a buffer; later it may have its
+    value again."""
+    model, data = shared(rank)
+    others = [replicated(rank, lambda: nn.Sequential(layer()), shares=4) for _ in range(modules - 1)]
+    kept = []
+
+    def begin(number):
+        if number == 2 and rank.rank == 1:
+            kept.append(model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None))
+            kept.append(write(model, 3.0))
+        if number == 3 and rank.rank == 1:
+            kept[0].remove()
+            if puts_back:
+                write(model, kept[1])
+
+    return outcomes([model, *others], data, 5, begin)
+
+
 @pytest.mark.parametrize("modules", [1, 2])
 @two_ranks
 def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothing(hosts, modules):
     """The hook of an optimizer in backward is found where a step begins."""
-
-    def work(rank):
-        (model, data), found = shared(rank), []
-        others = [lockstep.replicate(layer(), shares=4, process_group=rank.group) for _ in range(modules - 1)]
-        for number, batch in enumerate(itertools.islice(forever(data), 5)):
-            model.zero_grad()
-            if number == 2 and rank.rank == 1:
-                handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-                before = model[1].running_mean.clone()
-                model[1].running_mean.fill_(3.0)  # by a program, between steps
-            try:
-                for (x,) in batch:
-                    sum(each(x.float()).square().sum() for each in (model, *others)).backward()
-                found.append(values_of(model)[0])
-            except (NotReplicableError, PeerError) as error:
-                found.append(f"{type(error).__name__}: {error}"[:40])
-                if rank.rank == 1:
-                    assert model[1].running_mean.tolist() == [3.0, 3.0]
-                    handle.remove()
-                    model[1].running_mean.copy_(before)
-        return found
-
-    first, second = run_ranks(2, work, hosts=hosts)
-    assert first[2] == "PeerError: rank 1 has left the loop over"
-    assert second[2] == "NotReplicableError: parameter 0.weight h"
+    first, second = run_ranks(2, cannot_begin, modules, True, hosts=hosts)
+    assert first[2].startswith("PeerError: rank 1 has left the loop over")
+    assert second[2].startswith("NotReplicableError: parameter 0.weight has")
     assert first[:2] + first[3:] == second[:2] + second[3:]
     assert len(first) == 5
 
 
 @on_ranks(2)
 def test_a_buffer_that_one_rank_has_written_before_a_step_that_cannot_begin_is_found_in_the_next_one(rank):
-    (model, data), found = shared(rank), []
-    for number, batch in enumerate(itertools.islice(forever(data), 4)):
-        if number == 2 and rank.rank == 1:
-            handle = model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-            model[1].running_mean.fill_(3.0)
-        try:
-            for (x,) in batch:
-                model(x.float()).square().sum().backward()
-        except (NotReplicableError, OutOfSyncError, PeerError) as error:
-            found.append(type(error).__name__)
-            if number == 2 and rank.rank == 1:
-                handle.remove()
-    assert found == [["PeerError", "OutOfSyncError"], ["NotReplicableError", "OutOfSyncError"]][rank.rank]
+    *_, at_once, next_one, _ = cannot_begin(rank, 1, puts_back=False)
+    assert at_once.startswith(["PeerError", "NotReplicableError"][rank.rank])
+    assert next_one.startswith("OutOfSyncError")
 
 
 @pytest.fixture
