@@ -14,7 +14,7 @@ from torch import nn
 import lockstep
 import sim as simulator
 from lockstep.errors import AgreementError, OptionError, PeerFailure
-from processes import on_processes, run_processes
+from processes import on_processes
 
 
 def gradient(run):
@@ -49,12 +49,6 @@ def test_a_failure_is_told_by_name(rank):
         gradient(run)
 
 
-def raises(rank, options):
-    with pytest.raises(lockstep.errors.LockstepError) as raised, lockstep.session(**options[rank.rank]):
-        pass
-    return type(raised.value), str(raised.value)
-
-
 OTHER_BACKEND = (
     "session(backend='shm'): the process group that exists already has the backend cpu:gloo,cuda:gloo, and stays as it "
     "is; leave backend out, or end the group before the session"
@@ -62,15 +56,20 @@ OTHER_BACKEND = (
 ALONE = "session(alone=True), but there is a process group of 2 ranks already: end it before"
 
 
-@pytest.mark.parametrize(("options", "told"), [({"backend": "shm"}, OTHER_BACKEND), ({"alone": True}, ALONE)])
-def test_what_cannot_be_changed_any_more_is_an_error(options, told):
-    assert run_processes(2, raises, [options] * 2) == [(OptionError, told)] * 2
+@on_processes(2)
+def test_what_cannot_be_changed_any_more_is_an_error(rank):
+    for options, told in (({"backend": "shm"}, OTHER_BACKEND), ({"alone": True}, ALONE)):
+        with pytest.raises(OptionError) as raised, lockstep.session(**options):
+            pass
+        assert str(raised.value) == told
 
 
-def test_options_are_compared():
-    told = run_processes(2, raises, [{}, {"seed": 1}])
-    assert [kind for kind, _ in told] == [PeerFailure, AgreementError]
-    assert told[1][1].startswith("session(): ranks differ in seed: 0 on rank 0, 1 on rank 1")
+@on_processes(2)
+def test_options_are_compared(rank):
+    told = r"session\(\): ranks differ in seed: 0 on rank 0, 1 on rank 1"
+    error, words = [(PeerFailure, told), (AgreementError, f"^{told}")][rank.rank]
+    with pytest.raises(error, match=words), lockstep.session(seed=rank.rank):
+        pass
 
 
 def accelerators(count):

@@ -49,11 +49,6 @@ def test_one_that_differs_is_named_on_every_rank(name):
     assert "rank 0 stops, because rank 2 failed before its first step, in start-up: " in told[0][1]
 
 
-def test_a_seed_that_is_the_rank():
-    told = started({"seed": 0}, {"seed": 1})
-    assert "AgreementError: session(): ranks differ in seed: 0 on rank 0, 1 on rank 1" in told[0][1]
-
-
 def test_what_may_differ_and_what_is_equal():
     given = {"device": "cpu", "time_limit": 3600, "timeout": 60}, {"device": None, "timeout": 60.0}
     assert started(*given) == [False, False]

@@ -56,9 +56,8 @@ def test_a_gpu_that_is_not_there_is_told():
     assert told.startswith("session(device='cuda:0'): PyTorch sees no accelerator in this process; leave the device ")
 
 
-@pytest.mark.parametrize("device", [None, "sim"])
-@pytest.mark.parametrize(("count", "there"), [(1, "1 accelerator"), (2, "2 accelerators")])
-def test_more_processes_than_accelerators_are_an_error_on_every_rank_that_says_what_to_type(device, count, there):
+@pytest.mark.parametrize(("count", "there", "device"), [(1, "1 accelerator", None), (2, "2 accelerators", "sim")])
+def test_more_processes_than_accelerators_are_an_error_on_every_rank_that_says_what_to_type(count, there, device):
     told = f"3 processes on this host, which has {there} of type sim: type `torchrun --nproc-per-node {count}`, or "
     assert devices(3, count, device) == [f'{told}`session(device="cpu")` for the CPU'] * 3
 

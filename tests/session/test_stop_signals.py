@@ -16,19 +16,21 @@ from torch.utils.data import DataLoader, Dataset
 
 import lockstep
 from lockstep.errors import OptionError, PeerFailure
+from lockstep.session import stop_requests
 from lockstep.session.stop_requests import StopRequests
 from processes import on_processes, run_processes
 
 
 def trains(rank, number, times):
     """One rank gets a signal in its third step; the step at which each has stopped."""
+    stop_requests._AT_ONCE = 0.0
     with lockstep.session(timeout=60.0, stop_signals=(signal.SIGTERM, signal.SIGUSR1)) as run:
         model = lockstep.replicate(nn.Linear(1, 1))
         for _ in run.batches(range(10)):
             if (rank.rank, run.step) == (1, 3):
                 for _ in range(times):
                     os.kill(os.getpid(), number)
-                    time.sleep(0.6)
+                    time.sleep(0.05)
             model(torch.ones(1, 1)).sum().backward()
             if run.should_stop:
                 return run.step

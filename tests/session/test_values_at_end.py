@@ -265,7 +265,6 @@ def leaves_early(run):
 )
 @on_processes(2, launched=True)
 def test_nothing_is_compared_unless_all_ranks_end_well(rank, program, raised):
-    """Ranks have drifted, and do not all end well."""
     found = None
     try:
         in_session(program)
