@@ -23,7 +23,6 @@ from small_modules import chain, filled, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 gloo_and_shm = pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-every_way = pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
 
 
 # ------------------------------------------------------------------------------- what programs do to their modules
@@ -66,12 +65,35 @@ def tie(net):
     net[1].weight = net[0].weight
 
 
+def untie(net):
+    net[1].weight = nn.Parameter(net[0].weight.detach().clone())
+
+
+def come_and_go_and_replace(net):
+    net.append(one_weight())
+    del net[-1]
+    net[1] = one_weight()
+
+
+def replace_and_change(net):
+    net[0] = chain(1)
+    net[0][0] = one_weight()
+    assign_a_checkpoint(net)
+
+
+def tied_chain():
+    net = chain(2)
+    tie(net)
+    return net
+
+
 CHANGES = {
     "a checkpoint is assigned": assign_a_checkpoint,
     "a layer is replaced": lambda net: net.__setitem__(1, one_weight()),
     "a layer is added": lambda net: net.append(one_weight()),
     "a layer is added without a word": lambda net: net._modules.update({"2": one_weight()}),
     "a layer is removed": lambda net: net.__delitem__(1),
+    "a layer comes and goes, another is replaced": come_and_go_and_replace,
     "a slot is written": lambda net: net[0]._parameters.update(weight=nn.Parameter(torch.ones(1, 1))),
     "tied": tie,
     "weights are normalised": lambda net: parametrizations.weight_norm(net[0]),
@@ -80,7 +102,16 @@ CHANGES = {
     "parametrized and back": parametrize_and_remove,
     "tensors are swapped": swap_tensors,
     "a tensor is swapped, and the other one kept": swap_one_and_keep_the_other,
+    "untied": untie,
+    "layers change places": reverse_the_layers,
+    "the only layer changes before it is used": replace_and_change,  # nothing is left that had a hook
 }
+MAKES = {
+    "untied": tied_chain,
+    "layers change places": lambda: nn.Sequential(one_weight(1.0), one_weight(3.0)),
+    "the only layer changes before it is used": lambda: chain(1),
+}
+"""Those that are done to something else than a chain of two."""
 
 
 @pytest.fixture
@@ -131,20 +162,7 @@ CASES.remove(("tensors are swapped", "past forward"))  # nothing is left that ha
 @pytest.mark.parametrize(("change", "way"), CASES)
 @on_ranks(2)
 def test_gradients_are_means_after_a_change_on_all_ranks(rank, change, way):
-    change_in_training(rank, CHANGES[change], chain, way)
-
-
-@every_way
-@on_ranks(2)
-def test_a_layer_that_changes_before_it_has_been_used(rank, way):
-    """Of the only layer no parameter is left that had a hook, nor the module that had it."""
-
-    def replace_and_change(net):
-        net[0] = chain(1)
-        net[0][0] = one_weight()
-        assign_a_checkpoint(net)
-
-    change_in_training(rank, replace_and_change, lambda: chain(1), way)
+    change_in_training(rank, CHANGES[change], MAKES.get(change, chain), way)
 
 
 @gloo_and_shm
@@ -222,29 +240,10 @@ def test_a_replicated_part_lets_go_of_the_whole_that_it_was_in():
     assert all(part[0].weight.grad.item() == 1.5 and weight() is None for part, weight in found)
 
 
-@every_way
-@on_ranks(2)
-def test_layers_that_change_places_on_all_ranks(rank, way):
-    change_in_training(rank, reverse_the_layers, lambda: nn.Sequential(one_weight(1.0), one_weight(3.0)), way)
-
-
 @pytest.mark.parametrize("conversion_flag", ["overwrite_module_params", "swap_module_params"], indirect=True)
 @on_ranks(2)
 def test_conversions_that_make_new_parameters(rank, conversion_flag):
     change_in_training(rank, lambda net: net.double().float(), chain, "replicated")
-
-
-@on_ranks(2)
-def test_weights_that_are_untied(rank):
-    def make():
-        net = chain(2)
-        tie(net)
-        return net
-
-    def untie(net):
-        net[1].weight = nn.Parameter(net[0].weight.detach().clone())
-
-    change_in_training(rank, untie, make, "replicated")
 
 
 # ------------------------------------------------------------------------------------------- ranks that differ
@@ -570,16 +569,6 @@ def test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward(rank):
     net.register_buffer("new", torch.full((1,), float(rank.rank)))
     (net(x_of(rank)) + net[1](x_of(rank))).sum().backward()  # what was called last is gone through first
     assert net.new.item() == 0.0
-
-
-@on_ranks(2)
-def test_a_list_of_modules_is_still_watched_when_one_has_been_deleted(rank):
-    net = replicated(rank, chain)
-    net.append(one_weight())
-    del net[-1]
-    net[1] = one_weight()
-    net(x_of(rank)).sum().backward()
-    assert scalars(net) == [1.5, 1.5]
 
 
 @on_ranks(2)

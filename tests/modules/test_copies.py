@@ -118,69 +118,59 @@ def test_what_a_module_makes_of_its_own_class_is_plain(rank):
 # ------------------------------------------------------------------------------------------------ leaks
 
 
-def watch(module):
-    first = next(module.parameters())
-    return {"module": weakref.ref(module), "parameter": weakref.ref(first)}
-
-
-def plainly(rank):
-    module = lockstep.replicate(Net(), process_group=rank.group)
+def plainly(module, make):
     for _ in range(3):
         module(torch.ones(2, 2)).sum().backward()
-    return watch(module)
 
 
-def wrapped(rank):
-    wrapper = lockstep.DistributedDataParallel(Net(), process_group=rank.group)
-    for _ in range(3):
-        wrapper(torch.ones(2, 2)).sum().backward()
-    return {**watch(wrapper.module), "wrapper": weakref.ref(wrapper)}
-
-
-def with_hooks(rank):
-    module = lockstep.replicate(Net(), process_group=rank.group)
+def with_hooks(module, make):
     module.register_comm_hook({"module": module}, lambda state, bucket: bucket.buffer())
     module.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     module(torch.ones(2, 2)).sum().backward()
-    return watch(module)
 
 
-def without_use(rank):
-    return watch(lockstep.replicate(Net(), process_group=rank.group))
+def without_use(module, make):
+    pass
 
 
-def with_a_graph_alive(rank):
+def with_a_graph_alive(module, make):
     """Forward without backward, and gradients that pile up."""
-    module = lockstep.replicate(Net(), process_group=rank.group)
     with module.no_sync():
         module(torch.ones(2, 2)).sum().backward()
     module(torch.ones(2, 2)).sum()
-    return watch(module)
 
 
-def after_a_failure(rank):
-    module = lockstep.replicate(Net(), process_group=rank.group)
+def after_a_failure(module, make):
     with contextlib.suppress(ArithmeticError):
         fails_in_backward(module.first(torch.ones(2, 2))).sum().backward()
     module(torch.ones(2, 2)).sum().backward()
-    return watch(module)
 
 
-def in_pairs(rank):
-    modules = [lockstep.replicate(Net(), process_group=rank.group) for _ in range(2)]
-    sum(module(torch.ones(2, 2)).sum() for module in modules).backward()
-    return watch(modules[0])
+def in_pairs(module, make):
+    other = make()
+    (module(torch.ones(2, 2)).sum() + other(torch.ones(2, 2)).sum()).backward()
+
+
+USES = [plainly, with_hooks, without_use, with_a_graph_alive, after_a_failure, in_pairs]
 
 
 @pytest.mark.parametrize(
-    "use", [plainly, wrapped, with_hooks, without_use, with_a_graph_alive, after_a_failure, in_pairs]
+    ("make", "use"),
+    [(lockstep.DistributedDataParallel, plainly), *((lockstep.replicate, use) for use in USES)],
+    ids=["wrapped", *(use.__name__ for use in USES)],
 )
-def test_nothing_is_left_of_a_module(use):
-    """A module is used and dropped, and all that must be gone is while the group lives on."""
+def test_nothing_is_left_of_a_module(make, use):
     meeting = threading.Barrier(2, timeout=60)
 
+    def used(rank):
+        model = make(Net(), process_group=rank.group)
+        use(model, lambda: make(Net(), process_group=rank.group))
+        module = getattr(model, "module", model)
+        watched = {"model": model, "module": module, "parameter": module.first.weight}
+        return {name: weakref.ref(each) for name, each in watched.items()}
+
     def forget(rank):
-        watched = use(rank)
+        watched = used(rank)
         meeting.wait()  # both ranks are done; then one thread collects
         if rank.rank == 0:
             gc.collect()

@@ -81,7 +81,6 @@ def test_from_the_meta_device(rank):
 
 @on_processes(2)
 def test_a_checkpoint_assigned_to_the_meta_device(rank):
-    """Weights assigned into a module on the meta device are the parameters from then on."""
     with torch.device("meta"):
         model = lockstep.replicate(Network())
     model.load_state_dict(rank.make(Network, seed=rank.rank).state_dict(), assign=True)
@@ -98,7 +97,6 @@ def test_a_checkpoint_assigned_to_the_meta_device(rank):
 
 @on_processes(2)
 def test_before_there_is_a_group(rank, tmp_path):
-    """Everything that can be set before there is a group holds when there is one."""
     dist.destroy_process_group()
     model = rank.make(Network, seed=rank.rank)
     lockstep.replicate(model, bucket_cap_mb=0.0001)
@@ -192,7 +190,6 @@ class Record(nn.Module):
 
 @on_processes(2)
 def test_state_and_device_id(rank):
-    """The state, before and after getting ready, with each kind of `device_id`."""
     wanted = {"none": (None, False), "cpu": (None, False), "index": ([0], False), "device": ([1], False)}
     seen = {}
     for name, options in {
