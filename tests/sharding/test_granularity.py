@@ -237,12 +237,6 @@ def test_an_optimizer_that_is_known_on_one_rank_alone_is_an_error_on_both_and_th
     return values(model)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "element"])
-@without_sharding_too(2)
-def test_a_known_optimizer_may_be_given_whole_parameters(rank, sharded, granularity):
-    return values(begun(rank, sharded=sharded, granularity=granularity, steps=3)[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks(2)
 def test_half_precision_is_not_cut_on_the_cpu(rank, dtype):

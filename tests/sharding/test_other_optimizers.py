@@ -271,29 +271,22 @@ def of_one_rank_alone(rank, model):
         parameter.grad = grad
 
 
-def halved_on_one_rank(rank, model):
-    if rank.rank == 1:
-        model[2].bias.grad.mul_(0.5)
+def on_one_rank(change):
+    return lambda rank, model: change(model) if rank.rank == 1 else None
 
 
-def negated_on_one_rank(rank, model):
-    if rank.rank == 1:
-        model[4].weight.grad.neg_()
+OTHERS = {
+    "of one rank alone": (of_one_rank_alone, "0.weight"),
+    "halved on one rank": (on_one_rank(lambda model: model[2].bias.grad.mul_(0.5)), "2.bias"),
+    "negated on one rank": (on_one_rank(lambda model: model[4].weight.grad.neg_()), "4.weight"),
+    "one element on one rank": (on_one_rank(lambda model: model[4].bias.grad[0].add_(1e-6)), "4.bias"),
+}
 
 
-def one_element_on_one_rank(rank, model):
-    if rank.rank == 1:
-        model[4].bias.grad[0] += 1e-6
-
-
-@pytest.mark.parametrize(
-    "change", [of_one_rank_alone, halved_on_one_rank, negated_on_one_rank, one_element_on_one_rank]
-)
+@pytest.mark.parametrize(("change", "name"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("granularity", [None, "tensor"])
 @without_sharding_too(2)
-def test_gradients_that_are_not_the_same_on_all_ranks_are_an_error_on_all(rank, sharded, change, granularity):
-    names = {of_one_rank_alone: "0.weight", halved_on_one_rank: "2.bias", negated_on_one_rank: "4.weight"}
-    name = names.get(change, "4.bias")
+def test_gradients_that_are_not_the_same_on_all_ranks_are_an_error_on_all(rank, sharded, change, name, granularity):
     model, optimizer = begun(rank, sharded=sharded, granularity=granularity, steps=2)
     if sharded:
         before = values(model)
@@ -371,6 +364,12 @@ class Rows(Base):
         state["norms"] = p.reshape(len(p), -1)[:2].sum(1)
 
 
+def with_another_step(parameters):
+    optimizer = adamw(parameters)
+    optimizer.step = lambda: None
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("kind", "granularity", "words"),
     [
@@ -381,6 +380,7 @@ class Rows(Base):
         (Base, None, "does not know the step of .*Base"),
         (torch.optim.LBFGS, None, "LBFGS works on all parameters at once"),
         (lambda p: adamw(p, differentiable=True), None, "differentiable=True"),
+        (with_another_step, None, "has been replaced"),
     ],
 )
 @pytest.mark.parametrize("on_one_rank", [False, True])
@@ -400,13 +400,20 @@ def test_a_call_that_is_refused_leaves_the_optimizer_as_it_was(rank, kind, granu
     train(rank, model, shard_optimizer(adamw(model.parameters())), range(1))
 
 
+@pytest.mark.parametrize(
+    ("kind", "granularity", "words"),
+    [
+        (Noisy, "tensor", r"Noisy\.step\(\) draws random numbers"),
+        (Rows, "element", r"Rows has a Tensor of shape \(2,\) in its state"),
+    ],
+)
 @on_ranks(2)
-def test_random_numbers_in_the_first_step_are_an_error_on_all_ranks(rank):
+def test_what_a_first_step_must_not_do_is_an_error_on_all_ranks(rank, kind, granularity, words):
     model = replicated(rank)
     before = values(model)
-    optimizer = made(Noisy, model, True, "tensor")
+    optimizer = made(kind, model, True, granularity)
     backward(rank, model, 0)
-    with pytest.raises((ShardingError, PeerError), match=r"Noisy\.step\(\) draws random numbers"):
+    with pytest.raises((ShardingError, PeerError), match=words):
         optimizer.step()
     assert equal(before, values(model))
 
@@ -418,17 +425,6 @@ def test_an_option_that_a_step_makes_of_several_parameters_is_an_error_in_the_ne
     optimizer.step()
     with pytest.raises(AgreementError, match=r"'lr': .*; if AdaptsToAll\.step\(\) changes it by what it sees"):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_state_that_does_not_belong_to_single_elements_is_not_cut(rank):
-    model = replicated(rank)
-    before = values(model)
-    optimizer = made(Rows, model, True, "element")
-    backward(rank, model, 0)
-    with pytest.raises((ShardingError, PeerError), match=r"Rows has a Tensor of shape \(2,\) in its state"):
-        optimizer.step()
-    assert equal(before, values(model))
 
 
 # ----------------------------------------------------------------------- one rank does something else

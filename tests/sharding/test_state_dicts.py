@@ -92,9 +92,7 @@ def test_a_slice_can_be_copied_and_says_what_to_do_when_it_is_read():
             with pytest.raises(ShardingError, match=r"each rank has a slice .*full_state_dict"):
                 use()
         assert repr(moment).startswith("StateSlice(0:1850 of shape (50, 37)" if not rank.rank else "StateSlice(")
-        for forbidden in (copy.deepcopy, lambda given: torch.save(given, io.BytesIO())):
-            with pytest.raises(ShardingError, match=r"full_state_dict\(optimizer\)"):
-                forbidden(optimizer)
+
         return optimizer.state_dict()
 
     given = run_ranks(2, slices)
@@ -159,34 +157,35 @@ def test_a_sharded_state_dict_loads_into_the_same_number_of_ranks(rank):
 # --------------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def dcp_save(rank, folder, name):
-    model, optimizer = begun(rank, MAKE[name], steps=3)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
-    return full_state_dict(optimizer, all_ranks=True)
+def dcp_save(rank, folder):
+    """The whole state of each of the optimizers."""
+    found = {}
+    for name, make in MAKE.items():
+        model, optimizer = begun(rank, make, steps=3)
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder / name)
+        found[name] = full_state_dict(optimizer, all_ranks=True)
+    return found
 
 
-def dcp_load(rank, folder, name, sharded):
-    model, optimizer = begun(rank, MAKE[name], sharded=sharded, steps=1)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return full_state_dict(optimizer, all_ranks=True)
+def dcp_load(rank, folder, sharded):
+    found = {}
+    for name, make in MAKE.items():
+        model, optimizer = begun(rank, make, sharded=sharded, steps=1)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder / name)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        found[name] = full_state_dict(optimizer, all_ranks=True)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("name", "saved", "loaded", "sharded"),
-    [
-        ("AdamW", 2, 3, True),
-        ("AdamW", 3, 1, False),
-        ("Muon", 1, 2, True),
-        pytest.param("Adafactor", 3, 2, True, marks=pytest.mark.around),
-    ],
+    ("saved", "loaded", "sharded"), [(2, 3, True), (3, 1, False), pytest.param(1, 2, True, marks=pytest.mark.around)]
 )
 @pytest.mark.numpy
-def test_distributed_checkpoints_are_saved_and_loaded_on_any_number_of_ranks(name, saved, loaded, sharded, tmp_path):
-    expected = run_processes(saved, dcp_save, tmp_path, name)[0]
-    assert all(equal(each, expected) for each in run_processes(loaded, dcp_load, tmp_path, name, sharded))
+def test_distributed_checkpoints_are_saved_and_loaded_on_any_number_of_ranks(saved, loaded, sharded, tmp_path):
+    expected = run_processes(saved, dcp_save, tmp_path)[0]
+    assert all(equal(each, expected) for each in run_processes(loaded, dcp_load, tmp_path, sharded))
 
 
 @pytest.mark.numpy
