@@ -44,7 +44,6 @@ kinds = pytest.mark.parametrize("kind", ["module", "wrapper"])
 @kinds
 @on_ranks(2)
 def test_only_the_last_backward_synchronises(rank, kind):
-    """Return what the gradient is after each backward, under each way of saying that it shall not synchronise."""
     module = attach(rank, kind, one_weight())
     seen = []
 
@@ -87,20 +86,6 @@ def test_where_backward_runs_counts_and_not_where_forward_ran(rank):
     assert (synchronised, counted > 0, grad(module), len(seen)) == (1.5, True, 2.5 + rank.rank, 0)
 
 
-def to_none(module):
-    module.zero_grad(set_to_none=True)
-
-
-def to_zero(module):
-    module.zero_grad(set_to_none=False)
-
-
-def by_hand(module):
-    """Gradients of the users' own, views of nothing of ours."""
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-
 def in_part(module):
     next(module.parameters()).grad = None
     for parameter in list(module.parameters())[1:]:
@@ -108,22 +93,28 @@ def in_part(module):
             parameter.grad.zero_()
 
 
-def keep(module):
-    """Gradients go on adding up, over synchronised steps."""
+ZEROS = {
+    "to none": lambda module: module.zero_grad(),
+    "to zero": lambda module: module.zero_grad(set_to_none=False),
+    "by hand": lambda module: [
+        setattr(p, "grad", torch.zeros_like(p)) for p in module.parameters()
+    ],  # views of nothing
+    "in part": in_part,
+    "not at all": lambda module: None,  # they go on adding up, over synchronised steps
+}
 
 
 @pytest.mark.parametrize("cap", [None, 1e-4])
-@pytest.mark.parametrize("zero", [to_none, to_zero, by_hand, in_part, keep], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("zero", ZEROS)
 @on_ranks(2)
 def test_micro_batches_are_as_one_batch(rank, zero, cap):
-    """Micro-batches beside one process; gradients are set to zero in every way."""
-    micro_batches = 3 if zero is to_none else 2
+    micro_batches = 3 if zero == "to none" else 2
     module = replicated(rank, network, bucket_cap_mb=cap)
     reference = copy.deepcopy(module)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (module, reference)]
     for step in range(4):
         for each in (module, reference):
-            zero(each)
+            ZEROS[zero](each)
         for part in range(micro_batches):
             draw = 10 * step + part
             with lockstep.accumulate(module, last=part == micro_batches - 1):
@@ -184,25 +175,12 @@ def test_all_that_has_piled_up_is_synchronised(rank, cap):
     assert (first, scalars(module)) == ([1.5, 1.5], [3.0, 1.5])
 
 
+@pytest.mark.parametrize("placed", [True, False], ids=["in the plan", "not in it"])
 @pytest.mark.parametrize("cap", [None, 1e-6])
 @on_ranks(2)
-def test_what_was_given_up_is_not_synchronised(rank, cap):
-    """What has piled up in a layer that the plan has no place for is given up before the backward that
-    synchronises."""
-    module = two_layers(rank, bucket_cap_mb=cap)
-    module[0](x_of(rank)).sum().backward()
-    with module.no_sync():
-        module[1](x_of(rank)).sum().backward()
-    module.zero_grad()
-    module[0](x_of(rank)).sum().backward()
-    assert scalars(module) == [1.5, None]
-
-
-@pytest.mark.parametrize("placed", [True, False], ids=["in the plan", "not in it"])
-@on_ranks(2)
-def test_a_parameter_of_which_all_was_given_up_is_as_if_it_had_not_been_used(rank, placed):
+def test_a_parameter_of_which_all_was_given_up_is_as_if_it_had_not_been_used(rank, placed, cap):
     """The second layer's gradient, and how often its hook has run, after a backward that did not use it."""
-    model = two_layers(rank)
+    model = two_layers(rank, bucket_cap_mb=cap)
     called = []
     model[1].weight.register_post_accumulate_grad_hook(called.append)
 
@@ -350,7 +328,6 @@ def test_a_step_that_is_told_is_not_made_where_warnings_are_errors(rank):
 
 @on_ranks(2)
 def test_values_that_all_ranks_load_between_micro_batches_are_not_told(rank):
-    """A checkpoint is loaded between two micro-batches."""
     module = replicated(rank, network)
     checkpoint = {name: value + 1.0 for name, value in module.state_dict().items()}
     with lockstep.accumulate(module, last=False):

@@ -125,7 +125,6 @@ def test_what_has_no_mean():
 
 @on_ranks(2)
 def test_a_batch_that_counts_nothing(rank):
-    """What is measured on a batch that counts nothing, counts nothing, NaN included."""
     model = replicated(rank)
     turns, seen = lockstep.batches([x_of(rank)] * (1 + rank.rank), model), []
     for x in turns:

@@ -9,7 +9,6 @@ import lockstep
 from lockstep.errors import AgreementError, OptionError
 from programs.ranks import on_ranks, replicated
 from small_modules import x_of
-from threaded import run_ranks
 
 BATCHES = [
     [([1.0, 2.0, 3.0], [4.0]), ([5.0], [])],  # of rank 0: micro-batches, with what each of two losses is over
@@ -51,28 +50,32 @@ def test_what_counts_nothing_is_not_in_the_total(rank):
     assert found == [2.0, 1.0]
 
 
-def gives(rank, function, values):
-    with pytest.raises((AgreementError, OptionError)) as raised:
-        function(rank)(values[rank.rank], group=rank.group)
-    return type(raised.value), str(raised.value)
+total = lockstep.loop.total
+REFUSED = {
+    "other things": (
+        [(total, 1), (total, [1, 2])],
+        AgreementError,
+        r"^total\(\) got counts \(a number\) on rank 0, and counts\[0\] \(a number\) in its place on rank 1",
+    ),
+    "no numbers": (
+        [(total, "a"), (total, "a")],
+        OptionError,
+        r"^total\(\) got counts, a str, which has no total; pass numbers, tensors, or containers of them$",
+    ),
+    "a mean": (
+        [(lockstep.mean, 1), (total, 1)],
+        AgreementError,
+        r"mean\(\) on rank 0, and total\(\) in its place on rank 1",
+    ),
+}
 
 
-def test_what_has_no_total_is_named():
-    told = run_ranks(2, gives, lambda rank: lockstep.loop.total, [1, [1, 2]])
-    assert told[0] == told[1]
-    assert told[0][0] is AgreementError
-    assert told[0][1].startswith(
-        "total() got counts (a number) on rank 0, and counts[0] (a number) in its place on rank 1"
-    )
-    told = run_ranks(2, gives, lambda rank: lockstep.loop.total, ["a", "a"])
-    assert told == [(OptionError, "total() got counts, a str, which has no total; pass numbers, tensors, or containers "
-                                  "of them")] * 2  # fmt: skip
-
-
-def test_a_rank_that_takes_a_mean_instead_is_named():
-    told = run_ranks(2, gives, lambda rank: lockstep.loop.total if rank.rank else lockstep.mean, [1, 1])
-    assert [kind for kind, _ in told] == [AgreementError] * 2
-    assert "mean() on rank 0, and total() in its place on rank 1" in told[0][1]
+@pytest.mark.parametrize(("calls", "error", "words"), REFUSED.values(), ids=REFUSED)
+@on_ranks(2)
+def test_what_has_no_total_is_named(rank, calls, error, words):
+    function, value = calls[rank.rank]
+    with pytest.raises(error, match=words):
+        function(value, group=rank.group)
 
 
 # ------------------------------------------------------------------------------------------------------------- stops
@@ -104,7 +107,6 @@ EXCHANGES = {
 @pytest.mark.parametrize("name", EXCHANGES)
 @on_ranks(3)
 def test_a_request_is_heard_without_a_backward(rank, name):
-    """Without a backward: before it, one rank asks, and what all have heard by then, and after it."""
     keep = lockstep.loop.stop_when(lambda: rank.rank == 1, rank.group)
     before = lockstep.should_stop(rank.group)
     EXCHANGES[name](rank)
@@ -113,7 +115,6 @@ def test_a_request_is_heard_without_a_backward(rank, name):
 
 @on_ranks(2)
 def test_it_is_still_heard_in_training(rank):
-    """A request that was heard in an evaluation is still there after the next backward."""
     model = replicated(rank)
     keep = lockstep.loop.stop_when(lambda: rank.rank == 1, rank.group)
     begins_an_evaluation(rank)

@@ -201,19 +201,6 @@ def test_a_backward_after_the_one_that_has_synchronised_in_a_block_is_an_error(r
     check_refused_by([0, 1], rank, model, error, "follows the one that has synchronised in the same block")
 
 
-@pytest.mark.parametrize("last", [False, True])
-@on_ranks(2)
-def test_a_backward_without_a_weight_is_an_error(rank, last):
-    model = net(rank)
-    backward(model, x_of(rank), weight=3, last=False)
-    if last:
-        error = refused(model(x_of(rank)).sum().backward)
-    else:
-        backward(model, x_of(rank), last=False)
-        error = refused(backward, model, x_of(rank), weight=1)
-    check_refused_by([0, 1], rank, model, error, "this backward pass has no weight, an earlier one")
-
-
 # ------------------------------------------------------------------------------------------------ it ends with a round
 
 
@@ -652,7 +639,6 @@ class Expected:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
 @on_ranks(2)
 def test_any_order_of_things(rank, seed):
-    """Micro-batches, rounds, failures and gradients given up in any order."""
     for number in range(30):
         draw = random.Random(f"{seed}, {number}")
         model, expected = net(rank, draw.choice([1, 3])), Expected(rank.world)

@@ -6,26 +6,18 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
+from programs.networks import Applying
 from programs.ranks import on_ranks
-from small_modules import fails_in_backward
+from small_modules import fails_in_backward, one_weight
 
 
-class Net(nn.Module):
-    """A trained layer and a frozen one, whose gradients are their inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.trained, self.frozen = (nn.Linear(1, 1, bias=False).double() for _ in range(2))
-        self.frozen.requires_grad_(False)
-        for each in (self.trained, self.frozen):
-            nn.init.ones_(each.weight)
-
-    def forward(self, x, frozen=False):
-        return (self.frozen if frozen else self.trained)(x)
+def trained_and_frozen():
+    """Two layers, whose gradients are their inputs."""
+    forward = lambda m, x, frozen=False: (m.frozen if frozen else m.trained)(x)  # noqa: E731
+    return Applying(forward, (), trained=one_weight(), frozen=one_weight().requires_grad_(False)).double()
 
 
 def rows(value=1.0):
@@ -34,7 +26,7 @@ def rows(value=1.0):
 
 def net(rank, wrap=False, **options):
     make = lockstep.DistributedDataParallel if wrap else lockstep.replicate
-    return make(Net(), process_group=rank.group, **options)
+    return make(trained_and_frozen(), process_group=rank.group, **options)
 
 
 def grad(model):
