@@ -9,7 +9,7 @@ from torch import nn
 import lockstep
 import sim
 from lockstep.distributed.replication.replication import find_replication
-from processes import run_processes
+from processes import on_processes
 
 SETTLED, STEPS = 24, 21
 """Digests are told a round or more later until all ranks have them in time; the slices of a small module take turns of
@@ -58,9 +58,10 @@ def settled(rank, wrap, tensor_as_rate):
 
 @pytest.mark.usefixtures("sim")
 @pytest.mark.parametrize("tensor_as_rate", [False, True])
-@pytest.mark.parametrize("wrap", [lockstep.replicate, lockstep.DistributedDataParallel])
-def test_the_watch_of_drift_adds_no_wait(wrap, tensor_as_rate):
-    for watched, unwatched, told_watched, told in run_processes(2, settled, wrap, tensor_as_rate, device="sim"):
-        assert told_watched >= STEPS // 7
-        assert told == 0
-        assert watched == unwatched
+@on_processes(2, device="sim")
+def test_the_watch_of_drift_adds_no_wait(rank, tensor_as_rate):
+    for wrap in (lockstep.replicate, lockstep.DistributedDataParallel):
+        watched, unwatched, told_watched, told = settled(rank, wrap, tensor_as_rate)
+        assert told_watched >= STEPS // 7, wrap
+        assert told == 0, wrap
+        assert watched == unwatched, wrap

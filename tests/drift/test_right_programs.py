@@ -53,14 +53,6 @@ def sgd(parameters, lr):
     return torch.optim.SGD(parameters, lr, momentum=0.9)
 
 
-def plain(rank):
-    return Program(rank).train()
-
-
-def wrapped(rank):
-    return Program(rank, wrap=lockstep.DistributedDataParallel).train()
-
-
 def schedulers_on_all_ranks(rank):
     p = Program(rank)
     first = torch.optim.lr_scheduler.OneCycleLR(p.optimizer, 0.1, total_steps=STEPS)
@@ -172,12 +164,6 @@ def post_local_sgd(rank):
     return p.parameters
 
 
-def compressed(rank):
-    p = Program(rank)
-    p.model.register_comm_hook(rank.group, default_hooks.bf16_compress_hook)
-    return p.train()
-
-
 def values_of_each_rank(rank):
     """DIFFERS: init_sync=False."""
     p = Program(rank, sgd, init_sync=False)
@@ -247,12 +233,6 @@ def lbfgs(rank):
     return p.parameters
 
 
-def sharded(rank):
-    p = Program(rank)
-    p.optimizer = lockstep.shard_optimizer(p.optimizer)
-    return p.train()
-
-
 def zero_redundancy(rank):
     with warnings.catch_warnings(action="ignore"):  # of what PyTorch imports
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -261,11 +241,6 @@ def zero_redundancy(rank):
         return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=lr, process_group=rank.group)
 
     return Program(rank, make).train()
-
-
-def frozen_and_unfrozen(rank):
-    p = Program(rank)
-    return p.train(lambda number: p.net[0].requires_grad_(number % 7 > 3))
 
 
 def two_optimizers(rank):
@@ -336,21 +311,6 @@ def scaled(rank):
     return p.parameters
 
 
-def tensor_as_rate(rank):
-    p = Program(rank, lambda parameters, lr: torch.optim.Adam(parameters, torch.tensor(lr), foreach=False))
-    return p.train(lambda number: p.optimizer.param_groups[0]["lr"].mul_(0.9))
-
-
-def other_implementations(rank):
-    """How a step is computed may differ by rank, as long as bits do not."""
-    foreach = rank.rank == 0
-    return Program(rank, lambda p, lr: torch.optim.SGD(p, lr, foreach=foreach)).train()
-
-
-def fused(rank):
-    return Program(rank, lambda p, lr: torch.optim.AdamW(p, lr, fused=True)).train()
-
-
 def optimizer_in_hooks(rank):
     p = Program(rank)
     own = {each: torch.optim.SGD([each], 0.1) for each in p.parameters}
@@ -416,29 +376,37 @@ def with_shares(rank):
     return list(net.parameters())
 
 
-def bfloat16(rank):
-    return Program(rank, dtype=torch.bfloat16).train()
-
-
-def not_a_number(rank):
-    p = Program(rank)
-
-    def spoil(number):
-        with torch.no_grad():
-            p.net[0].weight[0] = torch.nan
-
-    return p.train(spoil)
-
-
 PROGRAMS = [
-    *(plain, wrapped, schedulers_on_all_ranks, rate_told_by_rank_0, plateau_of_the_mean_loss),
-    *(average_written_back_on_all_ranks, average_swapped_in_to_evaluate_on_rank_0, local_steps_then_averages),
-    *(gradients_summed_by_the_program, post_local_sgd, compressed, values_of_each_rank, sharpness_aware),
-    *(sharpness_aware_optimizer, lbfgs, sharded, frozen_and_unfrozen, two_optimizers, adversaries),
-    *(uneven_batches, skipped_batches, accumulated, scaled, tensor_as_rate, other_implementations, fused),
-    *(optimizer_in_hooks, loaded_on_all_ranks, layer_replaced_on_all_ranks, ignored_part, with_shares, bfloat16),
-    *(not_a_number,),
+    *(schedulers_on_all_ranks, rate_told_by_rank_0, plateau_of_the_mean_loss, average_written_back_on_all_ranks),
+    *(average_swapped_in_to_evaluate_on_rank_0, local_steps_then_averages, gradients_summed_by_the_program),
+    *(post_local_sgd, values_of_each_rank, sharpness_aware, sharpness_aware_optimizer, lbfgs, two_optimizers),
+    *(adversaries, uneven_batches, skipped_batches, accumulated, scaled, optimizer_in_hooks, loaded_on_all_ranks),
+    *(layer_replaced_on_all_ranks, ignored_part, with_shares),
 ]
+
+
+def with_a_tensor_as_rate(parameters, lr):
+    return torch.optim.Adam(parameters, torch.tensor(lr), foreach=False)
+
+
+# How a step is computed may differ by rank, as long as bits do not.
+OPTIONS = {
+    "wrapped": lambda rank: {"wrap": lockstep.DistributedDataParallel},
+    "fused": lambda rank: {"optimizer": lambda parameters, lr: torch.optim.AdamW(parameters, lr, fused=True)},
+    "foreach on rank 0": lambda rank: {"optimizer": lambda p, lr: torch.optim.SGD(p, lr, foreach=rank.rank == 0)},
+    "bfloat16": lambda rank: {"dtype": torch.bfloat16},
+    "a tensor as rate": lambda rank: {"optimizer": with_a_tensor_as_rate},
+}
+BEFORE = {
+    "sharded": lambda p: setattr(p, "optimizer", lockstep.shard_optimizer(p.optimizer)),
+    "compressed": lambda p: p.model.register_comm_hook(p.rank.group, default_hooks.bf16_compress_hook),
+}
+BETWEEN = {
+    "frozen and unfrozen": lambda p, number: p.net[0].requires_grad_(number % 7 > 3),
+    "a tensor as rate": lambda p, number: p.optimizer.param_groups[0]["lr"].mul_(0.9),
+    "not a number": lambda p, number: nn.init.constant_(p.net[0].weight[0], torch.nan),
+}
+"""What programs do that are plain otherwise."""
 
 
 def train(rank, program):
@@ -452,6 +420,15 @@ def test_no_false_alarm(program):
         if program is local_steps_then_averages:
             warnings.simplefilter("ignore")  # steps on gradients of one rank alone are warned of
         assert all(all(each) for each in run_ranks(2, train, program))
+
+
+@pytest.mark.parametrize("name", sorted({"plain", *OPTIONS, *BEFORE, *BETWEEN}))
+@on_ranks(2)
+def test_no_false_alarm_in_plain_training(rank, name):
+    p = Program(rank, **OPTIONS.get(name, lambda rank: {})(rank))
+    BEFORE.get(name, lambda p: None)(p)
+    between = BETWEEN.get(name, lambda p, number: None)
+    assert all(map(rank.all_equal, p.train(lambda number: between(p, number))))
 
 
 @on_ranks(2)

@@ -176,7 +176,6 @@ def test_a_process_alone_is_told_nothing(rank):
 
 @on_processes(2)
 def test_hooks_are_gone_when_nothing_is_left_to_find_out(rank):
-    """Whether hooks are on the loss's weights after each number of steps."""
     steps = [1, 2]
     found = []
     for number in steps:
