@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import lockstep
+from programs.networks import Applying
 from threaded import run_ranks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -92,6 +93,12 @@ def draw(seed: int, rounds: int, device: str = "") -> Program:
     )
 
 
+def one_after_the_other(module: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in module.layers:
+        x = torch.tanh(layer(x))
+    return x
+
+
 class Training:
     """One rank's part in a program."""
 
@@ -101,7 +108,7 @@ class Training:
         self.net: Any = rank.make(lambda: nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), seed=program.seed)
         self.net.double()
         wrap: Any = lockstep.DistributedDataParallel if program.form == "wrapper" else lockstep.replicate
-        self.chain = _Chain(self.net)
+        self.chain = Applying(one_after_the_other, (), layers=self.net)
         self.model: Any = wrap(self.chain, process_group=rank.group)
         self.numbers = rank.generator()
         self.average = copy.deepcopy(self.net).requires_grad_(False)
@@ -222,19 +229,6 @@ class Training:
         for each in self.schedulers:
             plateau = isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau)
             each.step(*([1.0] if plateau else []))
-
-
-class _Chain(nn.Module):
-    """Layers, one after the other."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 def _run(rank: Any, program: Program) -> bool:

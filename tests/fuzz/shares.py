@@ -119,8 +119,8 @@ def layer(number: int) -> nn.Linear:
 # ---------------------------------------------------------------------------------- what is done to modules
 
 
-def append(net: Network, where: int) -> None:
-    net.layers.append(layer(where))
+def at(net: Network, where: int) -> nn.Linear:
+    return net.layers[where % len(net.layers)]
 
 
 def remove(net: Network, where: int) -> None:
@@ -137,50 +137,34 @@ def exchange(net: Network, where: int) -> None:
     net.layers[a], net.layers[b] = net.layers[b], net.layers[a]
 
 
-def freeze(net: Network, where: int) -> None:
-    net.layers[where % len(net.layers)].requires_grad_(where % 2 == 0)
-
-
 def tie(net: Network, where: int) -> None:
-    each, first = net.layers[where % len(net.layers)], net.layers[0]
+    each, first = at(net, where), net.layers[0]
     if each.weight.dtype == first.weight.dtype:
         each.weight = first.weight
 
 
 def assign(net: Network, where: int) -> None:
-    each = net.layers[where % len(net.layers)]
+    each = at(net, where)
     each.load_state_dict({name: value.clone() for name, value in each.state_dict().items()}, assign=True)
 
 
-def add_a_buffer(net: Network, where: int) -> None:
-    net.layers[where % len(net.layers)].register_buffer("extra", torch.full((2,), float(where)))
-
-
-def change_a_buffer(net: Network, where: int) -> None:
-    net.norm.running_mean = torch.full((WIDTH,), float(where))
-
-
-def drop_a_buffer(net: Network, where: int) -> None:
-    for each in net.layers:
-        each._buffers.clear()
-
-
-def evaluate(net: Network, where: int) -> None:
-    net.norm.train(where % 2 == 0)
-
-
-def double(net: Network, where: int) -> None:
-    net.layers.double()
-
-
-def single(net: Network, where: int) -> None:
-    net.layers.float()
-
-
-STRUCTURAL = [append, remove, replace, exchange, freeze, tie, assign, add_a_buffer, drop_a_buffer, change_a_buffer]
+STRUCTURAL: dict[str, Callable[[Network, int], Any]] = {
+    "append": lambda net, where: net.layers.append(layer(where)),
+    "remove": remove,
+    "replace": replace,
+    "exchange": exchange,
+    "freeze": lambda net, where: at(net, where).requires_grad_(where % 2 == 0),
+    "tie": tie,
+    "assign": assign,
+    "add_a_buffer": lambda net, where: at(net, where).register_buffer("extra", torch.full((2,), float(where))),
+    "drop_a_buffer": lambda net, where: [each._buffers.clear() for each in net.layers],
+    "change_a_buffer": lambda net, where: setattr(net.norm, "running_mean", torch.full((WIDTH,), float(where))),
+}
 """Those of which a rank notices that it is alone with them."""
-CHANGES: dict[str, Callable[[Network, int], None]] = {
-    each.__name__: each for each in (*STRUCTURAL, evaluate, double, single)
+CHANGES = STRUCTURAL | {
+    "evaluate": lambda net, where: net.norm.train(where % 2 == 0),
+    "double": lambda net, where: net.layers.double(),
+    "single": lambda net, where: net.layers.float(),
 }
 
 
@@ -216,7 +200,7 @@ def draw(seed: int, length: int = 8) -> Program:
         changes = []
         alone = rng.random() < 0.4
         for _ in range(rng.choice([0, 0, 1, 1, 2])):
-            name = rng.choice([each.__name__ for each in STRUCTURAL] if alone else list(CHANGES))
+            name = rng.choice(list(STRUCTURAL if alone else CHANGES))
             changes.append(Change(name, rng.randrange(6), alone))
         event = rng.choice(["", "", "", "", "", "fails", "breaks", "left out"])
         steps.append(Planned(tuple(changes), event, *(rng.random() < chance for chance in (0.7, 0.2, 0.3, 0.7, 0.7))))
