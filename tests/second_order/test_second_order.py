@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import AgreementError, GradientError, PeerError
+from lockstep.errors import AgreementError, GradientError, OptionError, PeerError
+from processes import on_processes
 from programs.ranks import on_ranks, replicated
 
 # ---------------------------------------------------------------------------------- strides, shapes
@@ -65,6 +67,21 @@ def test_means_of_different_things_are_an_error_on_every_rank(rank, first, secon
         lockstep.loop.mean_over_ranks(second if rank.rank else first, rank.group)
     assert lockstep.loop.mean_over_ranks(torch.ones(1) * rank.rank, rank.group).item() == 0.5
     assert model.weight.grad is None
+
+
+MEANS = {
+    "mean_over_ranks()": lockstep.loop.mean_over_ranks,
+    "mean()": lambda x, group: x * lockstep.mean(x.shape[0], group=group),
+    "total()": lambda x, group: x * lockstep.loop.total(1, group),
+}
+
+
+@pytest.mark.parametrize("of", MEANS)
+@on_processes(2)
+def test_ranks_go_on_after_a_mean_inside_a_transform_of_torch_func(rank, of):
+    with pytest.raises(OptionError, match=rf"rank {rank.rank}: {re.escape(of)} is called inside a transform of torch"):
+        torch.func.grad(lambda x: MEANS[of](x, None).sum())(torch.ones(2))
+    assert lockstep.loop.mean_over_ranks(torch.ones(1) * rank.rank).item() == 0.5
 
 
 # ------------------------------------------------------------------------------ gradients of gradients

@@ -48,13 +48,17 @@ def call_outside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
     return function(*args, **kwargs)
 
 
+current_transform = torch._C._functorch.peek_interpreter_stack
+"""Returns the innermost transform of ``torch.func`` that this thread is in, or None."""
+
+
 def is_recorded() -> bool:
     """Return True if operations of this thread are recorded or transformed, not run: by ``torch.jit.trace``,
     ``make_fx``, ``torch.export``, ``torch.func`` or forward-mode autograd."""
     return (
         torch.compiler.is_exporting()
         or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or current_transform() is not None
         or forward_ad._current_level >= 0
         or (_dispatch_modes() > 0 and any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()))
     )

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep._base.abilities import Abilities, Addition, Chunks, abilities_of
 from lockstep._base.buckets import TensorSpec, plan_buckets
+from lockstep._base.compiler import current_transform
 from lockstep._base.store import in_background
 from lockstep._base.texts import first_line
 from lockstep.distributed.comm import waits
@@ -490,6 +491,12 @@ class Collectives:
         """Begin a collective; ``needed`` are the ranks without which it cannot end, or None for all."""
         if self._state.is_inherited or self._state.session_ended:
             self.check_alive()
+        if current_transform() is not None:  # backends would fail while they send, and give up the group
+            raise OptionError(
+                f"rank {self.global_rank}: {waits.name_of_call(what)} is called inside a transform of torch.func, "
+                "whose tensors have no memory that could be sent. Call it outside, and take gradients through it with "
+                "torch.autograd.grad"
+            )
         try:
             work = collective(*args, **options)
         except (RuntimeError, ValueError) as error:
