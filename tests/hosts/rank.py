@@ -103,7 +103,9 @@ def main() -> str:
         with lockstep.session(backend=JOB["backend"], timeout=JOB["timeout"], **JOB["options"]) as run:
             note("in", backend=run.backend, local_rank=run.local_rank)
             model = lockstep.replicate(network())
-            digest = train(model, run.batches, run.check)
+            # A rank that looks whether it is to stop is not ended by the signal that torchrun sends to the ranks beside
+            # one that was killed, perhaps before it has heard of that.
+            digest = train(model, run.batches, lambda: run.check() or run.should_stop)
             lockstep.check_in_sync(model)
         return digest
     wrap = nn.parallel.DistributedDataParallel if JOB["how"] == "reference" else lockstep.replicate
