@@ -86,7 +86,7 @@ class Snapshots:
             self._ranks.together("snapshot()", lambda: mark(self._path))
             self._ranks.together("snapshot()", self._make)
         assert self._memory is not None
-        saving = _Snapshot(self._path, self._memory, self._ranks, above, self._last, first=not self._checked)
+        saving = _Snapshot(self._path, self._memory, self._ranks, above, self._last)
         saving.save(state, 1, step, check=not self._checked)
         self._checked = True
         self._last = saving.number
@@ -121,24 +121,22 @@ class Snapshots:
 class _Snapshot(Saving):
     """One snapshot, on one rank: a checkpoint in memory, of the run whose checkpoints on the disk are at ``path``."""
 
-    def __init__(
-        self, path: Path, memory: MemoryFolder, ranks: Ranks, above: int, last: int | None, *, first: bool = True
-    ) -> None:
+    def __init__(self, path: Path, memory: MemoryFolder, ranks: Ranks, above: int, last: int | None) -> None:
         super().__init__(memory.folder, MemoryFiles(), ranks, above)
         self._disk = path
         self._memory = memory
         self._last = last
-        self._first = first
 
     def _prepare(self, state: Mapping[str, Any]) -> dict[str, Any]:
         answer = super()._prepare(state)
-        if self._first:
+        if self._checks:
             size = sum(each.nbytes for parts in self._parts.values() for each in tensors_in([parts.shared, parts.own]))
             check_room(self._path, 2 * size - self._memory.size)
         return answer
 
     def _compared(self) -> tuple[Values, list[Optimizer]]:
-        """Compare in the first snapshot what is replicated over a part of the ranks: one file has it for all."""
+        """Return what the first snapshot compares: what is replicated over a part of the ranks, since one file has it
+        for all."""
         return compared_in_save(self._alike, apart_from=self._ranks.size) if self._checks else ([], [])
 
     def _own_run(self) -> str:
