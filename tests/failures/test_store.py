@@ -9,9 +9,11 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ import torch.distributed as dist
 import lockstep
 import processes
 from lockstep._base import network
-from lockstep._base.store import BoundedStore, FetchedAddresses, StoreLostError, bounded, own_connection
+from lockstep._base.store import BoundedStore, FetchedAddresses, StoreLostError, bounded, in_background, own_connection
 
 SOURCE = Path(lockstep.__file__).parent
 METHODS = {name for name in dir(dist.Store) if not name.startswith("_")} - {"clone", "set_timeout"}
@@ -249,3 +251,20 @@ def test_what_is_made_under_a_limit():
     assert bounded(lambda: 3, 30) == 3
     with pytest.raises(ZeroDivisionError):
         bounded(lambda: 1 // 0, 30)
+
+
+def test_a_call_in_the_background_lets_go_of_what_it_holds_before_it_is_over() -> None:
+    """A thread that frees tensors while the interpreter ends aborts the process, after a training that was right."""
+    may_end, is_over, freed = threading.Event(), threading.Event(), list[bool]()
+
+    def look(_: Future[None]) -> None:
+        freed.append(alive() is None)
+        is_over.set()
+
+    held = set[int]()
+    future, alive = in_background(partial(lambda held: may_end.wait(30), held)), weakref.ref(held)
+    del held
+    future.add_done_callback(look)
+    may_end.set()
+    assert is_over.wait(30)
+    assert freed == [True]

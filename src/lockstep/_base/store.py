@@ -255,17 +255,22 @@ class _StoreCall:
     """One call and its result."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
+        self._function = [function]  # run() takes it out
         self.future: Future[Any] = Future()
 
     def run(self) -> None:
+        function = self._function.pop()
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            result = self._function()
+            result = function()
         except BaseException as error:
+            del function
             self.future.set_exception(error)
         else:
+            # Who waits may end the interpreter: a thread that then frees tensors, or what else takes the GIL in C++,
+            # would abort the process.
+            del function
             self.future.set_result(result)
 
 

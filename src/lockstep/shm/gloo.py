@@ -80,7 +80,8 @@ def wait_for(work: Any, group: Any, algorithm: Algorithm) -> None:
         raise CommunicationError(f"Gloo, beside the shm process group: {first_line(error)}") from error
 
 
-_idle: "list[queue.SimpleQueue[Callable[[], object]]]" = []
+_Calls = queue.SimpleQueue[tuple[Callable[[], object], list[BaseException], threading.Lock]]
+_idle: list[_Calls] = []
 """Threads that have waited, and can do so again: what each takes calls from."""
 os.register_at_fork(after_in_child=_idle.clear)
 
@@ -93,20 +94,11 @@ def waiting_elsewhere(call: Callable[[], object]) -> Iterator[None]:
     try:
         calls = _idle.pop()
     except IndexError:
-        calls = queue.SimpleQueue()
+        calls = _Calls()
         threading.Thread(target=_serve, args=(calls,), name="lockstep waits", daemon=True).start()
     over, errors = threading.Lock(), list[BaseException]()
     over.acquire()
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            over.release()
-
-    calls.put(run)
+    calls.put((call, errors, over))
     while not over.acquire(timeout=LIVENESS_SECONDS):
         yield
     _idle.append(calls)
@@ -114,9 +106,15 @@ def waiting_elsewhere(call: Callable[[], object]) -> Iterator[None]:
         raise errors.pop()
 
 
-def _serve(calls: "queue.SimpleQueue[Callable[[], object]]") -> None:
+def _serve(calls: _Calls) -> None:
     while True:
-        calls.get()()
+        call, errors, over = calls.get()
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+        del call, errors  # before the caller goes on, which may end the interpreter: see in_background()
+        over.release()
 
 
 class MessageWork(dist.Work):
