@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -125,6 +126,28 @@ def test_a_session_that_was_closed_leaves_nothing_for_the_end_of_the_program(ran
     may_end.set()
     thread.join()
     assert "end_with_the_program" not in repr(sys.excepthook)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@on_processes(2, launched=True)
+def test_a_session_that_ends_ends_its_threads_and_connections(rank, backend):
+    """All but that to the store, which all sessions of the process share; none is left to the garbage collector."""
+
+    def open_files_and_threads():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def train_in_session():
+        with lockstep.session(device="cpu", backend=backend, timeout=60.0) as run:
+            train(1)
+            return weakref.ref(run.group)
+
+    train_in_session()
+    gc.collect()
+    before = open_files_and_threads()
+    gc.disable()
+    groups = [train_in_session() for _ in range(3)]
+    assert [group() for group in groups] == [None] * 3
+    assert open_files_and_threads() == before
 
 
 @pytest.mark.parametrize("shares", [None, 2])

@@ -61,7 +61,7 @@ class BoundedStore:
     def part(self, name: str, seconds: float) -> "BoundedStore":
         """Return a part of this store, with a limit of its own; it has the same thread, and ends with this one."""
         part = copy.copy(self)
-        part.raw, part._seconds = PrefixStore(name, self.raw), seconds
+        part.raw, part._seconds = self.raw and PrefixStore(name, self.raw), seconds
         return part
 
     def close(self, *, shut_down: bool = False) -> None:
@@ -75,6 +75,7 @@ class BoundedStore:
         while is_busy and shut_down and time.monotonic() < until:  # between two requests it waits for no socket yet
             network.shut_down_in(self._caller.native_id, port_of(self.raw))
             is_busy = self._caller.is_busy_after(LOOK_SECONDS)
+        self.raw = None  # what still refers to this object must not keep the connection
 
     def set(self, key: str, value: str, seconds: float | None = None) -> None:
         """Write a value; ``seconds`` is the limit of this call."""

@@ -365,7 +365,9 @@ class FailureChannel:
         """End the thread and close the connections; without :meth:`announce_end` before, others take it for a death."""
         if self._process != os.getpid():
             return
-        self._messenger.close()
+        if self._messenger.close():
+            # They refer to the group, whose threads and connections would last until the garbage collector runs.
+            self._callbacks, self._handlers = [], {}
         self._log.close()
 
     def _all_are_gone(self) -> bool:
