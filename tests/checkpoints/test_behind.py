@@ -24,6 +24,7 @@ from lockstep._base.store import BoundedStore
 from lockstep.checkpoints import per_rank, saving
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.layout import list_saved
+from lockstep.checkpoints.memory import MemoryFolder
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
 from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
 from lockstep.errors import CheckpointError, CommunicationError, PeerFailure
@@ -92,6 +93,75 @@ def test_resume_waits_for_what_is_in_flight(held, tmp_path):
         run.save(tmp_path, wait=False, x=1)
         threading.Timer(0.2, held.set).start()
         assert run.resume(tmp_path).values == {"x": 1}
+
+
+def test_a_program_that_leaves_by_its_status_waits_for_what_is_in_flight(held, tmp_path):
+    with pytest.raises(SystemExit), lockstep.session() as run:
+        run.save(tmp_path, wait=False, x=1)
+        run.snapshot(tmp_path, every=1, x=2)
+        threading.Timer(0.2, held.set).start()
+        sys.exit(0)
+    assert lockstep.resume(tmp_path).values == {"x": 1}
+    assert not MemoryFolder.of(tmp_path).folder.exists()
+
+
+SAVES = """
+import atexit, os, sys, threading, warnings
+import lockstep
+from lockstep.checkpoints.files import FileSystem
+from lockstep.session import run_state
+
+class HeldFiles(FileSystem):
+    may = threading.Event()
+
+    def create(self, path):
+        assert self.may.wait(60)
+        return super().create(path)
+
+def save(run):
+    run.save(sys.argv[1], wait=False, x=1)
+
+def save_and_resume(run):
+    save(run)
+    assert run.resume(sys.argv[1]).values == {"x": 1}
+
+def in_thread():
+    with lockstep.session() as run:
+        save(run)
+
+def with_another_process():
+    with lockstep.session() as run:
+        save(run)
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0
+            HeldFiles.may.set()
+
+def at_the_end():
+    threading.main_thread().join()
+    HeldFiles.may.set()
+
+run_state.FileSystem = HeldFiles
+threading.Thread(target=at_the_end, daemon=True).start()
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of a fork beside threads
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "save(lockstep.session().__enter__())",
+        "atexit.register(save_and_resume, lockstep.session().__enter__())",
+        "threading.Thread(target=in_thread).start()",
+        "with_another_process()",
+    ],
+)
+def test_what_is_in_flight_when_a_program_ends(end, tmp_path):
+    """It is written before the process ends: of a session that nobody closes, and of one in a thread; a process that
+    was forked meanwhile does not wait for it."""
+    program = [sys.executable, "-c", SAVES + end, tmp_path / "run"]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended
+    assert lockstep.resume(tmp_path / "run").values == {"x": 1}
 
 
 def test_it_is_older_than_a_snapshot_that_was_taken_meanwhile(held, tmp_path):

@@ -216,7 +216,8 @@ def test_a_link_in_the_place_of_an_unfinished_folder(tmp_path):
 
 @pytest.mark.parametrize("when", ["write", "flush", "sync", "sync of the folder"])
 def test_a_full_disk_is_told_with_the_path_and_the_room(when, tmp_path, monkeypatch):
-    full = raising(OSError(errno.ENOSPC, "No space left on device"))
+    def full(*_):  # an error of its own for each of the threads that write
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     class Buffer(io.BufferedWriter):
         flush = full

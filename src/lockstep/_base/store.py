@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -248,8 +249,27 @@ def bounded(function: "Callable[[], T]", seconds: float) -> "T":
 def in_background(function: "Callable[[], T]") -> "Future[T]":
     """Return the future of a call that runs on a thread of its own, which does not keep an interpreter from ending."""
     call = _StoreCall(function)
-    threading.Thread(target=call.run, name="lockstep background", daemon=True).start()
+    try:
+        threading.Thread(target=call.run, name="lockstep background", daemon=True).start()
+    except RuntimeError:  # Python 3.12 starts no threads once the main thread has ended
+        call.run()
     return call.future
+
+
+def all_in_background(functions: "Iterable[Callable[[], T]]", threads: int) -> "list[Future[T]]":
+    """Return the futures of calls that run on some threads of their own. Those of ``concurrent.futures`` take no calls
+    once the main thread has ended."""
+    calls = [_StoreCall(function) for function in functions]
+    waiting = deque(calls)
+
+    def run() -> None:
+        with suppress(IndexError):  # none waits
+            while True:
+                waiting.popleft().run()
+
+    for _ in calls[:threads]:
+        in_background(run)
+    return [call.future for call in calls]
 
 
 class _StoreCall:

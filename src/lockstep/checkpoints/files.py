@@ -14,10 +14,12 @@ import queue
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from lockstep._base.store import all_in_background
 
 _PIECE, _AHEAD = 1 << 22, 8
 """Bytes that are digested at once, and how many such pieces may be queued: they are copies, so not many."""
@@ -137,9 +139,10 @@ class FileSystem:
         All are requested at once, because a file system with a journal syncs them together, as fast as one of them.
         """
         calls = [each.sync if isinstance(each, OpenFile) else partial(self.sync_folder, each) for each in what]
-        with ThreadPoolExecutor(min(len(calls), 16)) as threads:
-            for answer in [threads.submit(call) for call in calls]:
-                answer.result()
+        answers = all_in_background(calls, threads=16)
+        wait(answers)
+        for answer in answers:
+            answer.result()
 
     def rename(self, path: Path, new: Path) -> None:
         """Rename a folder within its parent; raise ``OSError`` if the new name is a folder that is not empty."""

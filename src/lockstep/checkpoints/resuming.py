@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from lockstep._base.debug import log_of
 from lockstep._base.run_all import RunAll
+from lockstep._base.store import all_in_background
 from lockstep.checkpoints.folders import discard
 from lockstep.checkpoints.layout import (
     OWN,
@@ -259,16 +260,17 @@ class Resuming:
         self._check_entries(folder, manifest)
         own = self._own_file(manifest)
         files = (manifest.shared_files if compares else set()) | ({own} if own else set())
-        with ThreadPoolExecutor(_DIGESTS) as threads:
-            checks = [threads.submit(check_contents, folder, {each: manifest.files[each]}) for each in files]
+        calls = [partial(check_contents, folder, {each: manifest.files[each]}) for each in files]
+        checks = all_in_background(calls, _DIGESTS)
+        try:
             try:
-                try:
-                    self._read_parts(folder, manifest, own)
-                finally:
-                    for check in checks:
-                        check.result()
-            except TornError as error:
-                return str(error)
+                self._read_parts(folder, manifest, own)
+            finally:
+                wait(checks)
+                for check in checks:
+                    check.result()
+        except TornError as error:
+            return str(error)
         return ""
 
     def _check_entries(self, folder: Path, manifest: Manifest) -> None:

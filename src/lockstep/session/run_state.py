@@ -130,9 +130,9 @@ class RunState:
 
     def end(self, error: BaseException | None) -> None:
         """Wait for a save in flight, and raise its error if it has failed; after an error of the session, give it
-        up."""
+        up. A forked process has none."""
         self._ended = error is not None
-        if error is None:
+        if error is None and self._process == os.getpid():
             self._wait_for_save()
 
     def close(self, *, remove: bool, unless_newer: bool = False) -> None:

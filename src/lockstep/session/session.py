@@ -37,6 +37,7 @@ from lockstep.session.start import SessionOptions, join, name_of_run, place_in_g
 from lockstep.session.step_counter import StepCounter
 from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
 from lockstep.session.values_at_end import ValuesAtEnd
+from lockstep.session.watch import is_orderly
 
 T = TypeVar("T")
 
@@ -243,7 +244,8 @@ class Session:
         writes the checkpoint behind the training. The rank that writes keeps that memory, as much as the state takes,
         for its next saves, until the session ends. As always, the checkpoint counts once it is whole. One save is in
         flight at a time: a second one waits for it. If the save fails, the next :meth:`save` or :meth:`resume`, or the
-        end of the session, raises its error on every rank. A session that ends without an error waits for the save.
+        end of the session, raises its error on every rank. A session that ends without an error, or by
+        ``sys.exit(0)``, waits for the save.
 
         Behind the training, each rank communicates some small values through the store at which the ranks have met.
         Returns the folder of the checkpoint, which may not exist yet.
@@ -341,7 +343,7 @@ class Session:
 
     def _end_with(self, error: BaseException | None, values: ValuesAtEnd | None) -> None:
         try:
-            self._state.end(error)
+            self._state.end(None if error is None or is_orderly(error) else error)
         except Exception as problem:  # of a save behind the training: every rank has it
             self._end(problem, None)
             raise
@@ -364,7 +366,7 @@ class Session:
         except BaseException:
             self._state.close(remove=False)
             raise
-        self._state.close(remove=error is None, unless_newer=stopped)
+        self._state.close(remove=error is None or is_orderly(error), unless_newer=stopped)
 
     if not TYPE_CHECKING:  # type checkers know what a session has
 

@@ -202,8 +202,6 @@ class Watch:
         SystemExit does not tell the status here; processes of ``multiprocessing`` do not tell any exception from
         Python 3.13 on. So the others are told that the watch was not closed.
         """
-        if self.channel is None:
-            return
         before = sys.excepthook
         ends = [end]  # nothing once the watch has ended: a thread that was made before refers to the hook
 
@@ -291,7 +289,7 @@ class Watch:
             if self._inquirer is not None:
                 self._inquirer.close()
             channel.wait_until_told()
-            failed = error is not None and not _is_orderly(error)
+            failed = error is not None and not is_orderly(error)
             if error is not None:
                 forget_failed_passes()
             if not failed and not self._keeps_group and self._ends_with_others(channel):
@@ -343,7 +341,7 @@ class Watch:
         """Report an error of this rank. If it follows from another rank's failure, return that failure instead."""
         if error is None or peer_failure_in(error) is not None:
             return None
-        if _is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
+        if is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
             return None
         own = of_exception(error, channel.progress.read())
         if not follows_from_another(error):
@@ -499,7 +497,7 @@ def end_process(seconds: float = 0.0) -> None:
     os.kill(os.getpid(), signal.SIGALRM if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL else signal.SIGKILL)
 
 
-def _is_orderly(error: BaseException) -> bool:
+def is_orderly(error: BaseException) -> bool:
     """Return True for an exception that ends a program without a failure."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
