@@ -34,6 +34,25 @@ def part(rank):
     return lockstep.loop.shard(DATA, rank.group)
 
 
+class Stateful:
+    """A loader whose state says where it is."""
+
+    def __init__(self, begin):
+        self.batches = iter(torch.arange(begin, begin + 4.0)[:, None])
+
+    def __iter__(self):
+        return self.batches
+
+    def state_dict(self):
+        return {}
+
+
+def with_states(rank):
+    loader = Stateful(4 * rank.rank)
+    return ((batch, loader.state_dict())[0] for batch in loader)
+
+
+AHEAD = r"batches\(\) reads this Stateful one batch ahead, as it has no length, so a run that resumes "
 SAME = r"rank \d: batches\(\) has given all ranks the same first batch, so they train on the same rows\. "
 TWICE = r"batches\(\) got a DataLoader of shard\(\)'s part of a TensorDataset, with a DistributedSampler over 2 ranks, "
 
@@ -47,6 +66,8 @@ LOADERS = {
     "with a sampler": (lambda rank: sampled(rank, DATA), 3, None),
     "shuffled": (lambda rank: shuffled(rank.rank), 3, None),
     "streamed": (lambda rank: DataLoader(Rows(4 * rank.rank), 2), 3, None),
+    "with a state": (lambda rank: Stateful(4 * rank.rank), 1, AHEAD),
+    "with the state of each batch": (with_states, 2, None),
     "no loader": (lambda rank: [torch.ones(2, 1)], 3, None),
 }
 

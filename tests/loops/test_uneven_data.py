@@ -337,6 +337,21 @@ def test_a_loader_that_gives_another_number_than_it_says():
         run_ranks(2, lies, 4, group_timeout=1.0)  # for which the other rank waits
 
 
+def refills(rank):
+    """On rank 1 it is the same tensor again and again, which nobody writes to."""
+    model, memory = replicated(rank), torch.ones(1, 1)
+    given = (memory if rank.rank else memory.fill_(value) for value in (1.0, 2.0, 3.0))
+    for x in lockstep.batches(given, model):
+        model(x).sum().backward()
+
+
+def test_a_loader_that_writes_each_batch_into_the_memory_of_the_one_before():
+    first, second = run_ranks(2, refills, errors=True)
+    assert isinstance(first, OptionError)
+    assert "has no length, and writes each batch into the memory of the one before" in str(first)
+    assert isinstance(second, PeerError)
+
+
 @on_ranks(2)
 def test_a_rank_that_has_run_out_and_goes_on_without_backward(rank):
     model = replicated(rank)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep._base.digests import text_digest
 from lockstep._base.loader_workers import workers_protected
 from lockstep._base.texts import IN_LOOP, LEFT_LOOP
-from lockstep._base.tree import tree_map
+from lockstep._base.tree import tensors_in, tree_map
 from lockstep.distributed.comm.agreement import all_gather_object, check_same_on_all_ranks, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
@@ -30,7 +30,13 @@ from lockstep.distributed.reduction.report.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
 from lockstep.loop.balanced_sampler import BalancedBatches, counted
-from lockstep.loop.divided_data import first_rows, rows_digest, warn_of_same_rows, warn_of_two_divisions
+from lockstep.loop.divided_data import (
+    first_rows,
+    rows_digest,
+    warn_of_same_rows,
+    warn_of_state_ahead,
+    warn_of_two_divisions,
+)
 from lockstep.loop.stop_and_skip import groups_of
 from lockstep.phases import Phases
 
@@ -68,13 +74,15 @@ def batches(
     first batch, and the loop must synchronise in some backward pass.
 
     Warns of a ``DataLoader`` that gives all ranks the same first batch, as soon as the next loop begins (without a
-    length, at once), and of :func:`lockstep.loop.shard` together with a ``DistributedSampler``.
+    length, at once), of :func:`lockstep.loop.shard` together with a ``DistributedSampler``, and of a loader without a
+    length that has a ``state_dict()``, which is one batch ahead of the loop.
 
     Raises:
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
-            fewer or more batches than its length. At a padding batch, backward reaches a module over another group that
-            is not named (the other ranks of that group raise ``PeerError``). The loop is inside of a loop whose loader
-            has no length on some rank, or a ``BalancedSampler`` deals samples to ranks that the loop does not serve (on
+            fewer or more batches than its length, or has no length and writes each batch into the memory of the one
+            before (the other ranks raise ``PeerError``). At a padding batch, backward reaches a module over another
+            group that is not named (so do the other ranks of that group). The loop is inside of a loop whose loader has
+            no length on some rank, or a ``BalancedSampler`` deals samples to ranks that the loop does not serve (on
             every rank).
         PeerError: A rank has skipped a batch alone, by ``continue`` without :func:`lockstep.loop.skip_batch` (on every
             rank, in the next backward).
@@ -195,7 +203,7 @@ class Batches(Generic[B]):
             if not any(length for each in self._rows for length, _ in each):
                 return
         shortest, longest = min(self._lengths), max(self._lengths)
-        own_batches = self._counted(iterator) if self._own >= 0 else _with_last(first, iterator)
+        own_batches = self._counted(iterator) if self._own >= 0 else self._one_ahead(first, iterator)
         for number, (given, last) in enumerate(own_batches):
             again = _copy(given) if last and (self._looks_ahead or self._own < longest) else _NOTHING
             yield given, False, last, self._may_be_empty if self._looks_ahead else number >= shortest
@@ -221,6 +229,17 @@ class Batches(Generic[B]):
             self._check_length(batch is not _NOTHING, number)
             yield batch, number == self._own - 1
 
+    def _one_ahead(self, upcoming: Any, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
+        """Yield the first batch and the rest of a loader, and True for the last one; asks for one batch ahead."""
+        if hasattr(self._loader, "state_dict"):
+            warn_of_state_ahead(self._loader)
+        while upcoming is not _NOTHING:
+            batch, versions = upcoming, _versions(upcoming)
+            upcoming = next(iterator, _NOTHING)
+            if versions != _versions(batch):
+                self._fail("the loader has no length, and writes each batch into the memory of the one before")
+            yield batch, upcoming is _NOTHING
+
     def _until_all_have_ended(self) -> Iterator[None]:
         """Yield for each batch that some other rank may have after this rank's last."""
         decisions = self._schedulers[0].decisions
@@ -241,12 +260,12 @@ class Batches(Generic[B]):
         raise OptionError(f"batches(): {reason}; give a loader of the right length, or `padding`")
 
 
-def _with_last(first: B, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
-    """Yield the first batch and the rest of a loader, and True for the last one; asks for one batch ahead."""
-    upcoming: Any = first
-    while upcoming is not _NOTHING:
-        batch, upcoming = upcoming, next(iterator, _NOTHING)
-        yield batch, upcoming is _NOTHING
+def _versions(batch: object) -> list[int]:
+    """Return the version of each tensor of a batch, which changes when the tensor is written to."""
+    try:
+        return [each._version for each in tensors_in(batch) if not each.is_inference()]
+    except StructureError:
+        return []
 
 
 def _length(loader: object) -> int:

@@ -1,4 +1,4 @@
-"""Warns of loaders whose data is not divided among the ranks, or divided twice."""
+"""Warns of loaders whose data is not divided among the ranks, or divided twice, or lost when the run goes on."""
 
 import warnings
 import weakref
@@ -57,3 +57,13 @@ def warn_of_two_divisions(loader: Any) -> None:
             "data is trained on. Leave out the sampler, or shard()",
             stacklevel=4,
         )
+
+
+def warn_of_state_ahead(loader: object) -> None:
+    """Warn of a loader with a ``state_dict()`` that is read one batch ahead."""
+    warnings.warn(
+        f"batches() reads this {type(loader).__name__} one batch ahead, as it has no length, so a run that resumes "
+        "from its state_dict() leaves a batch out. Loop over batches((batch, loader.state_dict()) for batch in loader) "
+        "and save the state that comes with the batch",
+        stacklevel=5,
+    )
