@@ -95,12 +95,13 @@ def test_resume_waits_for_what_is_in_flight(held, tmp_path):
         assert run.resume(tmp_path).values == {"x": 1}
 
 
-def test_a_program_that_leaves_by_its_status_waits_for_what_is_in_flight(held, tmp_path):
-    with pytest.raises(SystemExit), lockstep.session() as run:
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])  # sys.exit(), and a generator that is closed
+def test_a_program_that_leaves_without_a_failure_waits_for_what_is_in_flight(held, tmp_path, error):
+    with pytest.raises(type(error)), lockstep.session() as run:
         run.save(tmp_path, wait=False, x=1)
         run.snapshot(tmp_path, every=1, x=2)
         threading.Timer(0.2, held.set).start()
-        sys.exit(0)
+        raise error
     assert lockstep.resume(tmp_path).values == {"x": 1}
     assert not MemoryFolder.of(tmp_path).folder.exists()
 

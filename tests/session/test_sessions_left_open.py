@@ -56,6 +56,26 @@ def test_a_rank_that_leaves_without_closing_its_session_is_told_of(backend, in_s
     assert f"rank 1 {told if sys.version_info < (3, 13) else UNCLOSED}" in str(first.error)
 
 
+def in_a_generator():
+    with lockstep.session(timeout=60.0) as run:
+        model = lockstep.replicate(nn.Linear(2, 1))
+        while True:
+            model(torch.ones(1, 2)).sum().backward()
+            yield run.rank
+
+
+def closes_its_generator(rank):
+    for step, _ in enumerate(in_a_generator()):
+        if step == 2 and rank.rank == 1:
+            break
+
+
+def test_a_rank_whose_generator_is_closed_has_left_in_good_order():
+    first, left = run_processes(2, closes_its_generator, errors=True, launched=True)
+    assert (left.error, left.returncode) == (None, 0)
+    assert f"rank 1 {LEFT}" in str(first.error)
+
+
 def trains_to_the_end(rank):
     run = lockstep.session(timeout=60.0).__enter__()
     train(3)

@@ -498,8 +498,8 @@ def end_process(seconds: float = 0.0) -> None:
 
 
 def is_orderly(error: BaseException) -> bool:
-    """Return True for an exception that ends a program without a failure."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    """Return True for an exception that ends a program, or a generator, without a failure."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _find_connections_of_gloo(group: Group, connections: Connections) -> None:
