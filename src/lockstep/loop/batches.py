@@ -77,6 +77,8 @@ def batches(
     length, at once), of :func:`lockstep.loop.shard` together with a ``DistributedSampler``, and of a loader without a
     length that has a ``state_dict()``, which is one batch ahead of the loop.
 
+    The current batch is the one that was read last: what reads ahead, such as a prefetcher, belongs around the loader.
+
     Raises:
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
             fewer or more batches than its length, or has no length and writes each batch into the memory of the one
