@@ -65,6 +65,22 @@ def test_it_is_on_rank_0_unless_it_is_asked_for_and_can_be_saved():
     assert equal(torch.load(file, weights_only=True), first)
 
 
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@on_ranks(2, "hosts")
+def test_an_optimizer_that_is_sharded_and_saved_in_inference_mode(rank):
+    """As by a function that evaluates and saves."""
+    model = lockstep.replicate(nn.Linear(3, 1), process_group=rank.group)
+    with torch.inference_mode():
+        optimizer = shard_optimizer(adamw(model.parameters()))
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        with torch.inference_mode():
+            state = full_state_dict(optimizer, all_ranks=True)
+        assert equal(state, full_state_dict(optimizer, all_ranks=True))
+        optimizer.load_state_dict(state)
+
+
 @without_sharding_too(2)
 def test_hooks_of_state_dicts_run(rank, sharded):
     _, optimizer = begun(rank, sharded=sharded, steps=1)

@@ -279,6 +279,7 @@ def shard_optimizer(optimizer: AnyOptimizer, *, granularity: Granularity | None 
     return optimizer
 
 
+@torch.inference_mode(False)  # memory that is made in inference mode could not be written in training
 def _divide_state(shards: Shards, optimizer: Optimizer, names: dict[int, str]) -> dict[Any, Any]:
     """Assign the parameters to ranks, and return the state that the optimizer has by this rank's pieces."""
     groups, state = optimizer.param_groups, optimizer.state

@@ -112,6 +112,7 @@ class _Described(NamedTuple):
     """Why that cannot be sent, or an empty text."""
 
 
+@torch.inference_mode(False)  # a collective runs outside of that mode, and could not write to memory made inside
 def full_state(placement: Placement, collectives: Collectives, keeps: bool) -> State:
     """Return the whole state by parameter if ``keeps`` is True on this rank; every rank has to call it.
 
