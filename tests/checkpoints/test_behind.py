@@ -136,6 +136,8 @@ def with_another_process():
         if child := os.fork():
             assert os.waitpid(child, 0)[1] == 0
             HeldFiles.may.set()
+        else:
+            assert run.resume(sys.argv[1]) is None
 
 def at_the_end():
     threading.main_thread().join()

@@ -77,9 +77,10 @@ class RunState:
         return saving.folder
 
     def _wait_for_save(self) -> None:
-        """Wait until no save is in flight; raise the error of the last one, if it has failed, once."""
+        """Wait until no save is in flight; raise the error of the last one, if it has failed, once. In a forked process
+        none is."""
         written, self._in_flight = self._in_flight, None
-        if written is not None:
+        if written is not None and self._process == os.getpid():
             written.result()
 
     def _writing_behind(self, saving: Saving, ranks: Ranks) -> Callable[[], Path]:
@@ -130,9 +131,9 @@ class RunState:
 
     def end(self, error: BaseException | None) -> None:
         """Wait for a save in flight, and raise its error if it has failed; after an error of the session, give it
-        up. A forked process has none."""
+        up."""
         self._ended = error is not None
-        if error is None and self._process == os.getpid():
+        if error is None:
             self._wait_for_save()
 
     def close(self, *, remove: bool, unless_newer: bool = False) -> None:
