@@ -106,6 +106,13 @@ def test_a_program_that_leaves_without_a_failure_waits_for_what_is_in_flight(hel
     assert not MemoryFolder.of(tmp_path).folder.exists()
 
 
+def test_a_session_that_is_interrupted_while_it_waits_for_what_is_in_flight_has_ended(held, tmp_path):
+    with pytest.raises(KeyboardInterrupt), lockstep.session() as run:
+        run.save(tmp_path, wait=False, x=1)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert not dist.is_initialized()
+
+
 SAVES = """
 import atexit, os, sys, threading, warnings
 import lockstep

@@ -344,7 +344,7 @@ class Session:
     def _end_with(self, error: BaseException | None, values: ValuesAtEnd | None) -> None:
         try:
             self._state.end(None if error is None or is_orderly(error) else error)
-        except Exception as problem:  # of a save behind the training: every rank has it
+        except BaseException as problem:  # of a save behind the training, which every rank has; or Ctrl-C
             self._end(problem, None)
             raise
         self._end(error, values)
