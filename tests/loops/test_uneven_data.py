@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -335,6 +337,50 @@ def test_a_loader_that_gives_another_number_than_it_says():
     assert "the loader has a length of 3, and has given 2 batches" in str(second)
     with pytest.raises(OptionError, match="the loader has a length of 3, and has given 4 batches"):
         run_ranks(2, lies, 4, group_timeout=1.0)  # for which the other rank waits
+
+
+class Row:
+    def __init__(self, x):
+        self.x = x
+
+
+class Items(OrderedDict):
+    """A dict of a class of its own."""
+
+
+@dataclass
+class Fields:
+    x: torch.Tensor | None
+
+
+def without_x(batch):
+    x = batch.x
+    del batch.x
+    return x
+
+
+TAKEN_APART = {
+    "a dict": (lambda x: {"x": x}, lambda batch: batch.pop("x")),
+    "a dict of a class of its own": (lambda x: Items(x=x), lambda batch: batch.pop("x")),
+    "what acts as a dict": (lambda x: UserDict(x=x), lambda batch: batch.pop("x")),
+    "one without tensors": (lambda x: UserDict(x=x.tolist()), lambda batch: torch.tensor(batch.pop("x"))),
+    "an object": (Row, without_x),
+    "a dataclass": (Fields, without_x),
+    "in a list": (lambda x: [Fields(x)], lambda batch: without_x(batch.pop())),
+    "in the object": (lambda x: [{"x": Row(x)}], lambda batch: without_x(batch[0]["x"])),
+}
+
+
+@pytest.mark.parametrize(("make", "take"), TAKEN_APART.values(), ids=TAKEN_APART)
+@on_ranks(2)
+def test_a_batch_that_the_loop_takes_apart_is_whole_when_it_is_repeated(rank, make, take):
+    model = replicated(rank)
+    seen = []
+    for batch in lockstep.batches([make(x_of(rank)) for _ in range(1 + 2 * rank.rank)], model):
+        seen.append(take(batch))
+        model(seen[-1]).sum().backward()
+    assert all(torch.equal(x, x_of(rank)) for x in seen)
+    assert len(seen) == 3
 
 
 def refills(rank):

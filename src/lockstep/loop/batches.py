@@ -10,7 +10,8 @@ The ranks exchange the lengths of their loaders before the first batch. A rank w
 batch ahead, and every rank's report says in each round whether it has another batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+import copy
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Sized
 from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep._base.digests import text_digest
 from lockstep._base.loader_workers import workers_protected
 from lockstep._base.texts import IN_LOOP, LEFT_LOOP
-from lockstep._base.tree import tensors_in, tree_map
+from lockstep._base.tree import holds_tensors, open_node, tensors_in
 from lockstep.distributed.comm.agreement import all_gather_object, check_same_on_all_ranks, first_differing
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
@@ -324,10 +325,14 @@ def _agree_on_lengths(
     return rows
 
 
-def _copy(batch: B) -> B:
-    """Return the batch in new containers, since the loop may remove items from the containers that it gets."""
+def _copy(batch: Any) -> Any:
+    """Return the batch in new containers and objects, since the loop may remove items or attributes of those that it
+    gets; tensors are the same."""
     try:
-        copied: B = tree_map(lambda leaf: leaf, batch, "batch")
-    except StructureError:
+        node = open_node(batch)
+        copied = batch if node is None else node.build([_copy(child) for child in node.children])
+        if copied is not batch or isinstance(batch, torch.Tensor):
+            return copied
+        return copy.copy(batch) if isinstance(batch, MutableMapping) or holds_tensors(batch) else batch
+    except Exception:  # of a class that cannot be made anew, or copied
         return batch
-    return copied
