@@ -359,21 +359,22 @@ def without_x(batch):
     return x
 
 
-TAKEN_APART = {
+CHANGED = {
     "a dict": (lambda x: {"x": x}, lambda batch: batch.pop("x")),
     "a dict of a class of its own": (lambda x: Items(x=x), lambda batch: batch.pop("x")),
     "what acts as a dict": (lambda x: UserDict(x=x), lambda batch: batch.pop("x")),
     "one without tensors": (lambda x: UserDict(x=x.tolist()), lambda batch: torch.tensor(batch.pop("x"))),
     "an object": (Row, without_x),
     "a dataclass": (Fields, without_x),
+    "a tensor": (torch.clone, lambda batch: batch.mul_(2) / 2),
     "in a list": (lambda x: [Fields(x)], lambda batch: without_x(batch.pop())),
     "in the object": (lambda x: [{"x": Row(x)}], lambda batch: without_x(batch[0]["x"])),
 }
 
 
-@pytest.mark.parametrize(("make", "take"), TAKEN_APART.values(), ids=TAKEN_APART)
+@pytest.mark.parametrize(("make", "take"), CHANGED.values(), ids=CHANGED)
 @on_ranks(2)
-def test_a_batch_that_the_loop_takes_apart_is_whole_when_it_is_repeated(rank, make, take):
+def test_a_batch_that_the_loop_takes_apart_or_writes_to_is_as_it_was_when_it_is_repeated(rank, make, take):
     model = replicated(rank)
     seen = []
     for batch in lockstep.batches([make(x_of(rank)) for _ in range(1 + 2 * rank.rank)], model):

@@ -326,13 +326,15 @@ def _agree_on_lengths(
 
 
 def _copy(batch: Any) -> Any:
-    """Return the batch in new containers and objects, since the loop may remove items or attributes of those that it
-    gets; tensors are the same."""
+    """Return the batch in new containers, objects and tensors, since the loop may take apart or write to those that it
+    gets."""
     try:
+        if isinstance(batch, torch.Tensor):
+            return batch if batch.grad_fn is not None else batch.detach().clone().requires_grad_(batch.requires_grad)
         node = open_node(batch)
         copied = batch if node is None else node.build([_copy(child) for child in node.children])
-        if copied is not batch or isinstance(batch, torch.Tensor):
-            return copied
-        return copy.copy(batch) if isinstance(batch, MutableMapping) or holds_tensors(batch) else batch
+        if copied is batch and (isinstance(batch, MutableMapping) or holds_tensors(batch)):
+            copied = copy.copy(batch)
+        return copied
     except Exception:  # of a class that cannot be made anew, or copied
         return batch
