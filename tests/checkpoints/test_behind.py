@@ -106,6 +106,23 @@ def test_a_program_that_leaves_without_a_failure_waits_for_what_is_in_flight(hel
     assert not MemoryFolder.of(tmp_path).folder.exists()
 
 
+def leaves_before_the_others(rank, path):
+    with lockstep.session(timeout=60.0) as run:
+        model = lockstep.replicate(nn.Linear(2, 1))
+        for step in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            run.snapshot(path, every=1, model=model)
+            if step == 1 and run.rank == 1:
+                sys.exit(0)
+
+
+def test_snapshots_stay_where_a_rank_leaves_the_others_too_early(tmp_path):
+    """The launcher starts them again."""
+    first, _ = run_processes(2, leaves_before_the_others, tmp_path, errors=True, launched=True)
+    assert isinstance(first.error, PeerFailure)
+    assert MemoryFolder.of(tmp_path).folder.exists()
+
+
 def test_a_session_that_is_interrupted_while_it_waits_for_what_is_in_flight_has_ended(held, tmp_path):
     with pytest.raises(KeyboardInterrupt), lockstep.session() as run:
         run.save(tmp_path, wait=False, x=1)

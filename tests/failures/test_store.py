@@ -268,3 +268,14 @@ def test_a_call_in_the_background_lets_go_of_what_it_holds_before_it_is_over() -
     may_end.set()
     assert is_over.wait(30)
     assert freed == [True]
+
+
+def test_no_call_that_may_wait_runs_in_place_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process with too many threads; but for a program that ends, on Python 3.12."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        bounded(lambda: pytest.fail("it waits for ever"), 30)

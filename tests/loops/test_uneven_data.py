@@ -400,6 +400,17 @@ def test_a_loader_that_writes_each_batch_into_the_memory_of_the_one_before():
 
 
 @on_ranks(2)
+def test_a_loader_may_write_to_other_rows_of_the_memory_whose_rows_it_gives(rank):
+    def rows():
+        memory = torch.zeros(3, 1)
+        for row in memory.split(1):
+            yield row.fill_(rank.rank + 1.0)
+
+    model = replicated(rank)
+    assert [model(x).sum().backward() for x in lockstep.batches(rows(), model)] == [None] * 3
+
+
+@on_ranks(2)
 def test_a_rank_that_has_run_out_and_goes_on_without_backward(rank):
     model = replicated(rank)
     told = pytest.raises(PeerError) if rank.rank else pytest.raises(OptionError, match="without a synchronisation")

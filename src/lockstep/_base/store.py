@@ -251,8 +251,10 @@ def in_background(function: "Callable[[], T]") -> "Future[T]":
     call = _StoreCall(function)
     try:
         threading.Thread(target=call.run, name="lockstep background", daemon=True).start()
-    except RuntimeError:  # Python 3.12 starts no threads once the main thread has ended
-        call.run()
+    except RuntimeError:
+        if threading.main_thread().is_alive():
+            raise
+        call.run()  # Python 3.12 starts no threads once the main thread has ended
     return call.future
 
 

@@ -239,7 +239,7 @@ class Batches(Generic[B]):
         while upcoming is not _NOTHING:
             batch, versions = upcoming, _versions(upcoming)
             upcoming = next(iterator, _NOTHING)
-            if versions != _versions(batch):
+            if any(versions.get(place, version) != version for place, version in _versions(upcoming).items()):
                 self._fail("the loader has no length, and writes each batch into the memory of the one before")
             yield batch, upcoming is _NOTHING
 
@@ -263,12 +263,14 @@ class Batches(Generic[B]):
         raise OptionError(f"batches(): {reason}; give a loader of the right length, or `padding`")
 
 
-def _versions(batch: object) -> list[int]:
-    """Return the version of each tensor of a batch, which changes when the tensor is written to."""
+def _versions(batch: object) -> dict[int, int]:
+    """Return the versions of the tensors of a batch, which change when these are written to, by their addresses."""
     try:
-        return [each._version for each in tensors_in(batch) if not each.is_inference()]
-    except StructureError:
-        return []
+        return {
+            each.data_ptr(): each._version for each in tensors_in(batch) if each.numel() and not each.is_inference()
+        }
+    except (StructureError, RuntimeError):  # such as of a sparse tensor, which has no address
+        return {}
 
 
 def _length(loader: object) -> int:

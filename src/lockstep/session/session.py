@@ -343,7 +343,7 @@ class Session:
 
     def _end_with(self, error: BaseException | None, values: ValuesAtEnd | None) -> None:
         try:
-            self._state.end(None if error is None or is_orderly(error) else error)
+            self._state.end(None if is_orderly(error) else error)
         except BaseException as problem:  # of a save behind the training, which every rank has; or Ctrl-C
             self._end(problem, None)
             raise
@@ -366,7 +366,9 @@ class Session:
         except BaseException:
             self._state.close(remove=False)
             raise
-        self._state.close(remove=error is None or is_orderly(error), unless_newer=stopped)
+        channel = self._watch.channel
+        others_failed = channel is not None and channel.knows_failure  # as this rank left them: they may begin again
+        self._state.close(remove=is_orderly(error) and not others_failed, unless_newer=stopped)
 
     if not TYPE_CHECKING:  # type checkers know what a session has
 

@@ -289,7 +289,7 @@ class Watch:
             if self._inquirer is not None:
                 self._inquirer.close()
             channel.wait_until_told()
-            failed = error is not None and not is_orderly(error)
+            failed = not is_orderly(error)
             if error is not None:
                 forget_failed_passes()
             if not failed and not self._keeps_group and self._ends_with_others(channel):
@@ -497,9 +497,9 @@ def end_process(seconds: float = 0.0) -> None:
     os.kill(os.getpid(), signal.SIGALRM if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL else signal.SIGKILL)
 
 
-def is_orderly(error: BaseException) -> bool:
-    """Return True for an exception that ends a program, or a generator, without a failure."""
-    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+def is_orderly(error: BaseException | None) -> bool:
+    """Return True for no exception, and for one that ends a program, or a generator, without a failure."""
+    return isinstance(error, GeneratorExit | None) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _find_connections_of_gloo(group: Group, connections: Connections) -> None:
