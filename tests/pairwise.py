@@ -21,13 +21,14 @@ def pairs(row: Row) -> set[tuple[int, int, Hashable, Hashable]]:
 
 def covering(rows: Sequence[Row]) -> list[int]:
     """Return the numbers of rows that hold every pair of values that any row holds: greedily, always the same ones."""
-    held = [pairs(row) for row in rows]
-    wanted = set().union(*held)
+    bits: dict[Hashable, int] = {}  # a pair is a bit, a row a number: of 14,000 cases, each worker is done at once
+    held = [sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs(row)) for row in rows]
+    wanted = (1 << len(bits)) - 1
     chosen = []
     while wanted:
-        best = max(range(len(rows)), key=lambda number: len(held[number] & wanted))
+        best = max(range(len(rows)), key=lambda number: (held[number] & wanted).bit_count())
         chosen.append(best)
-        wanted -= held[best]
+        wanted &= ~held[best]
     return sorted(chosen)
 
 
@@ -46,13 +47,13 @@ def _names(mark: pytest.Mark) -> list[str]:
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of tests with three parameters and more that are not needed to hold every pair of values."""
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    cases: dict[str, list[tuple[pytest.Item, Row]]] = defaultdict(list)
     for item in items:
-        if len(parameters(item)) >= 3:
-            cases[item.nodeid.partition("[")[0]].append(item)
+        if len(row := parameters(item)) >= 3:
+            cases[item.nodeid.partition("[")[0]].append((item, row))
     found = []
     for each in cases.values():
         if len(each) >= FEWEST:
-            kept = set(covering([parameters(item) for item in each]))
-            found += [item for number, item in enumerate(each) if number not in kept]
+            kept = set(covering([row for _, row in each]))
+            found += [item for number, (item, _) in enumerate(each) if number not in kept]
     return found

@@ -57,7 +57,8 @@ def exchange(dtype, said, parameters=3, packed_buffers=0):
     total = None
     for layout, (used, late, status, *load) in zip(layouts, said, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
-        layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE)
+        if layout in (layouts[0], layouts[-1]):
+            layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE)
         layout.write(row, bytearray(used), late, status)
         for values in load:
             row[layout.packed_buffers] = values

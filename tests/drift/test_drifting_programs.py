@@ -286,7 +286,7 @@ def drift(rank, program, form):
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-@pytest.mark.parametrize("form", ["replicate", "wrapper", "shares"])
+@pytest.mark.parametrize("form", ["replicate", pytest.param("wrapper", marks=pytest.mark.around), "shares"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_drift_is_named_on_every_rank(program, form, hosts):
     if form == "shares" and program == "last_backward_under_no_sync":
