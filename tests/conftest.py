@@ -94,7 +94,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Where NumPy is not installed, as in `make test-bare`, leave out the files that use it, or Hypothesis."""
     if HAS_NUMPY or not collection_path.is_file():
         return None
-    uses = "numpy|hypothesis|random_programs|checkpoints.runs import"
+    uses = "numpy|hypothesis|checkpoints.runs import"
     return bool(re.search(uses, collection_path.read_text())) or None
 
 

@@ -299,8 +299,9 @@ def _find(source: tuple[str, str, str]) -> Callable[..., Any]:
     name, file, function = source
     if name not in sys.modules:
         for end, letter in enumerate(name):
-            if letter == ".":  # a folder of tests need not be a package; pickle asks for the first one
-                sys.modules.setdefault(name[:end], types.ModuleType(name[:end]))
+            if letter == "." and name[:end] not in sys.modules:  # a folder of tests need not be a package
+                folder = sys.modules[name[:end]] = types.ModuleType(name[:end])
+                folder.__path__ = [str(Path(file).parents[name.count(".", end) - 1])]
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None

@@ -1,6 +1,6 @@
 """Random programs over replicated modules, each beside what one process in float64 makes of it.
 
-A program is a text of a few lines, one operation a line::
+A line is an operation::
 
     use.backward([[F(seed=1, layers=(0, 2))], [F(seed=2, layers=(1,))]])
     use.replace_layer(1, seed=3)
@@ -11,8 +11,6 @@ is a few lines of arithmetic over those copies. After each line, a rank's replic
 In lines that are wrong on purpose - ranks that differ, that fail, that run another backward - every rank must raise an
 error that says so, and go on with the next line. Where a step makes the values of ranks differ, the program ends: then
 training must raise an ``OutOfSyncError``, by name.
-
-``play(world, backend, program)`` runs one; ``find_failure`` draws programs until one fails and makes it shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import copy
 import os
 import random
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +34,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from fuzz.programs import Program
 from lockstep.errors import CommunicationError, LockstepError, OutOfSyncError
 from lockstep.sharding import full_state_dict, shard_optimizer
 from processes import run_processes
@@ -47,7 +45,6 @@ WIDTH = 3
 GROUP_TIMEOUT, RUN_TIMEOUT = 5, 60
 """Seconds that ranks wait for each other, and that a program may take: with up to four ranks (:func:`longer`)."""
 DRIFT_STEPS = 300  # one slice is looked at within 256 rounds, on accelerators up to 16 rounds later
-SHORTEN_SECONDS = 60  # within the limit of a test, with a program that does not end before and after it
 
 
 HARMLESS = (
@@ -1052,31 +1049,37 @@ def _linear(seed: int) -> nn.Linear:
 # ---------------------------------------------------------------------------------- running programs
 
 
-def play(program: str, setting: Setting) -> None:
+def play(program: Program) -> None:
     """Run a program on all ranks; raises what is wrong, with the line."""
+    setting: Setting = program.setting
     limits: dict[str, Any] = {
         "timeout": longer(RUN_TIMEOUT, setting.world),
         "group_timeout": longer(GROUP_TIMEOUT, setting.world),
         "device": setting.device,
     }
     if setting.processes:
-        run_processes(setting.world, _play, None, program, setting, backend=setting.backend, **limits)
+        run_processes(setting.world, play_rank, None, program, backend=setting.backend, **limits)
         return
     hosts = "a" * setting.world if setting.backend == "shm" else ""
-    run_ranks(setting.world, _play, Board(setting.world), program, setting, hosts=hosts, **limits)
+    with warnings.catch_warnings():
+        for text in HARMLESS:
+            warnings.filterwarnings("ignore", text)
+        run_ranks(setting.world, play_rank, Board(setting.world), program, hosts=hosts, **limits)
 
 
-def _play(rank: Any, board: Board | GroupBoard | None, program: str, setting: Setting) -> None:
+def play_rank(rank: Any, board: Board | GroupBoard | None, program: Program) -> None:
+    """One rank's part of a program."""
+    setting: Setting = program.setting
     if board is None:  # a process of its own, where every warning is an error
         board = GroupBoard(setting.world)
         torch.set_num_threads(1)
         for text in HARMLESS:
             warnings.filterwarnings("ignore", text)
     use = Use(rank, setting, board)
-    for number, line in enumerate(program.strip().splitlines()):
+    for number, line in enumerate(program.lines):
         wrong = ""
         try:
-            eval(line.strip(), {"F": F, "use": use})  # a program of our own making
+            eval(line, {"F": F, "use": use})  # a program of our own making
             use.check()
             if use.has_drifted:
                 use.go_on()
@@ -1085,7 +1088,7 @@ def _play(rank: Any, board: Board | GroupBoard | None, program: str, setting: Se
         said = board.exchange(rank.rank, wrong)
         if any(said):  # all ranks stop here: none waits for another in vain
             text = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text)
-            raise AssertionError(f"in line {number + 1}, {line.strip()}\n{text}")
+            raise AssertionError(f"in line {number + 1}, {line}\n{text}")
         if use.has_drifted:
             return
 
@@ -1107,11 +1110,11 @@ class Programs:
         self.chance = random.Random(seed)
         self.world, self.modules, self.setting = setting.world, setting.modules, setting
 
-    def draw(self, length: int) -> str:
+    def draw(self, length: int) -> list[str]:
         lines: list[str] = []
         for _ in range(length):
             lines += self.chance.choice(OPERATIONS)(self)
-        return "\n".join([*lines, *self.train()])
+        return [*lines, *self.train()]
 
     def forward(self, **fixed: Any) -> F:
         chance = self.chance
@@ -1326,18 +1329,8 @@ OPERATIONS: list[Draw] = [
 ]
 
 
-class Failure(NamedTuple):
-    """A program that fails, as short as it could be made, and how."""
-
-    program: str
-    error: BaseException
-
-    def __str__(self) -> str:
-        return f"{self.program}\n-> {type(self.error).__name__}: {self.error} {getattr(self.error, '__notes__', '')}"
-
-
-def draw(seed: int, length: int, worlds: tuple[int, ...] = (2, 3), device: str = "") -> tuple[str, Setting]:
-    """A program of some length, and under which circumstances it is to run."""
+def draw(seed: int, length: int, device: str = "", worlds: tuple[int, ...] = (2, 3)) -> Program:
+    """A program of some length, on each rank's ``device``, and under which circumstances it is to run."""
     chance = random.Random(seed)
     setting = Setting(
         world=chance.choice(worlds),
@@ -1354,41 +1347,4 @@ def draw(seed: int, length: int, worlds: tuple[int, ...] = (2, 3), device: str =
         setting = setting._replace(own_groups=True)
     if not setting.comm_hook and random.Random(f"half {seed}").random() < 0.15:
         setting = setting._replace(half=True)
-    return Programs(seed, setting).draw(length), setting
-
-
-def find_failure(seed: int, length: int, worlds: tuple[int, ...] = (2, 3), device: str = "") -> Failure | None:
-    """Draw one setting and program and run it, on each rank's ``device``; None if it is right."""
-    program, setting = draw(seed, length, worlds, device)
-
-    def fails(program: str) -> BaseException | None:
-        try:
-            play(program, setting)
-        except Exception as error:
-            return error
-        return None
-
-    def failure(program: str, error: BaseException) -> Failure:
-        return Failure(f'play("""\n{program}\n""", {setting})  # seed {seed}', error)
-
-    error = fails(program)
-    if error is None:
-        return None
-    print("This program fails; it is now made shorter.\n", failure(program, error), flush=True)
-    return failure(*_shorten(program, error, fails))
-
-
-def _shorten(
-    program: str, error: BaseException, fails: Callable[[str], BaseException | None]
-) -> tuple[str, BaseException]:
-    """Leave out lines for as long as what is left fails, and there is time."""
-    lines = program.splitlines()
-    position = 0
-    end = time.monotonic() + SHORTEN_SECONDS
-    while position < len(lines) and time.monotonic() < end:
-        fewer = lines[:position] + lines[position + 1 :]
-        if fewer and (other := fails("\n".join(fewer))) is not None:
-            lines, error = fewer, other
-        else:
-            position += 1
-    return "\n".join(lines), error
+    return Program(setting, tuple(Programs(seed, setting).draw(length)))

@@ -1,7 +1,7 @@
 """Random programs that are right, and train with optimizers: replicas stay alike, and nothing is raised or warned of.
 
-A program is a :class:`Program`: which optimizers, and what else is done in its rounds. Every rank is a thread, which
-has batches of its own; all else is alike on all ranks. ``play(program)`` runs one.
+Its setting says which optimizers, and a line what else is done in a round. Every rank is a thread, which has batches of
+its own; all else is alike on all ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import lockstep
+from fuzz.programs import Program
 from programs.networks import Applying
 from threaded import run_ranks
 
@@ -45,8 +46,8 @@ EVENTS = (
 """What may happen in a round, beside its step."""
 
 
-class Program(NamedTuple):
-    """What is drawn."""
+class Setting(NamedTuple):
+    """What holds for a whole program."""
 
     seed: int
     world: int
@@ -60,12 +61,10 @@ class Program(NamedTuple):
     closure: bool
     clip: str
     skip_on: bool
-    events: tuple[str, ...]
-    """What happens in each round."""
     device: str = ""
 
 
-def draw(seed: int, rounds: int, device: str = "") -> Program:
+def draw(seed: int, length: int, device: str = "") -> Program:
     """Return the program of a seed."""
     chance = random.Random(f"optimizers {seed}")
     names = tuple(chance.choices(list(OPTIMIZERS), k=chance.choice([1, 1, 2, 3])))
@@ -77,7 +76,7 @@ def draw(seed: int, rounds: int, device: str = "") -> Program:
     scheduler = chance.choice(["", "", *SCHEDULERS])
     if scheduler == "one cycle" and {*names} & {"Adagrad", "Rprop", "LBFGS", "Adafactor", "SGD"}:
         scheduler = "step"
-    return Program(
+    setting = Setting(
         seed,
         chance.choice([2, 2, 3]),
         "gloo" if device else chance.choice(["gloo", "shm"]),
@@ -88,9 +87,9 @@ def draw(seed: int, rounds: int, device: str = "") -> Program:
         names[0] == "LBFGS" or (form != "sharded" and len(names) == 1 and chance.random() < 0.15),
         chance.choice(["", "", "norm", "value"]),
         chance.random() < 0.2,
-        tuple(chance.choice(EVENTS) for _ in range(rounds)),
         device,
     )
+    return Program(setting, tuple(chance.choice(EVENTS) for _ in range(length)))
 
 
 def one_after_the_other(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,11 +102,11 @@ class Training:
     """One rank's part in a program."""
 
     def __init__(self, rank: Any, program: Program) -> None:
-        self.rank, self.program = rank, program
-        torch.manual_seed(program.seed)
-        self.net: Any = rank.make(lambda: nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), seed=program.seed)
+        self.rank, self.setting, self.events = rank, program.setting, program.lines
+        torch.manual_seed(self.setting.seed)
+        self.net: Any = rank.make(lambda: nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), seed=self.setting.seed)
         self.net.double()
-        wrap: Any = lockstep.DistributedDataParallel if program.form == "wrapper" else lockstep.replicate
+        wrap: Any = lockstep.DistributedDataParallel if self.setting.form == "wrapper" else lockstep.replicate
         self.chain = Applying(one_after_the_other, (), layers=self.net)
         self.model: Any = wrap(self.chain, process_group=rank.group)
         self.numbers = rank.generator()
@@ -116,17 +115,17 @@ class Training:
 
     def make(self) -> None:
         """Make the optimizers and their schedulers."""
-        program, layers = self.program, list(self.net)
+        setting, layers = self.setting, list(self.net)
         self.optimizers = []
-        for number, name in enumerate(program.optimizers):
-            own = layers if program.turns else layers[number :: len(program.optimizers)]
+        for number, name in enumerate(setting.optimizers):
+            own = layers if setting.turns else layers[number :: len(setting.optimizers)]
             groups = [{"params": [layer.weight for layer in own]}, {"params": [layer.bias for layer in own]}]
             optimizer = OPTIMIZERS[name](groups)
             if name != "LBFGS":
                 optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"] / 2
-            self.optimizers.append(lockstep.shard_optimizer(optimizer) if program.form == "sharded" else optimizer)
-        make = SCHEDULERS.get(program.scheduler)
-        self.schedulers = [make(each) for each in self.optimizers] if make and program.form != "sharded" else []
+            self.optimizers.append(lockstep.shard_optimizer(optimizer) if self.setting.form == "sharded" else optimizer)
+        make = SCHEDULERS.get(setting.scheduler)
+        self.schedulers = [make(each) for each in self.optimizers] if make and setting.form != "sharded" else []
 
     def backward(self, fails: bool = False) -> torch.Tensor:
         x = torch.randn(4, 3, generator=self.numbers, device="cpu", dtype=torch.float64).to(self.rank.device)
@@ -138,11 +137,11 @@ class Training:
 
     def run(self) -> bool:
         """Run all rounds; return True if replicas are alike."""
-        for number, event in enumerate(lockstep.batches(self.program.events, group=self.rank.group)):
+        for number, event in enumerate(lockstep.batches(self.events, group=self.rank.group)):
             self.before(event, number)
             self.round(event, number)
             torch._foreach_lerp_([*self.average.parameters()], [p.detach() for p in self.net.parameters()], 0.1)
-        optimizers = [] if self.program.form == "sharded" else self.optimizers
+        optimizers = [] if self.setting.form == "sharded" else self.optimizers
         lockstep.check_in_sync(self.net, *optimizers, self.rank.group)
         return all(self.rank.all_equal(p) for p in self.net.parameters())
 
@@ -161,27 +160,27 @@ class Training:
                 torch._foreach_copy_([*self.net.parameters()], kept)
             case "load":
                 self.net.load_state_dict({name: value * 0.99 for name, value in self.net.state_dict().items()})
-            case "load the optimizer" if self.program.form != "sharded":
+            case "load the optimizer" if self.setting.form != "sharded":
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            case "another optimizer" if self.program.form != "sharded":
+            case "another optimizer" if self.setting.form != "sharded":
                 self.make()
-            case "rate" if self.program.form != "sharded":
+            case "rate" if self.setting.form != "sharded":
                 optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.9
             case "evaluate":
                 self.model(torch.ones(1 + self.rank.rank, 3, dtype=torch.float64))
 
     def round(self, event: str, number: int) -> None:
-        program, group = self.program, self.rank.group
+        setting, group = self.setting, self.rank.group
         for each in self.optimizers:
             each.zero_grad()
-        chosen = [self.optimizers[number % len(self.optimizers)]] if program.turns else self.optimizers
-        if program.closure:
+        chosen = [self.optimizers[number % len(self.optimizers)]] if setting.turns else self.optimizers
+        if setting.closure:
             self.closure_step(chosen[0])
             return
-        fails = event == "skip" and number % program.world == self.rank.rank
-        with lockstep.loop.skip_on(ArithmeticError, group=group) if program.skip_on else contextlib.nullcontext():
-            self.gradients(event, number, fails and program.skip_on)
-        if program.skip_on and lockstep.loop.skipped(group=group):
+        fails = event == "skip" and number % setting.world == self.rank.rank
+        with lockstep.loop.skip_on(ArithmeticError, group=group) if setting.skip_on else contextlib.nullcontext():
+            self.gradients(event, number, fails and setting.skip_on)
+        if setting.skip_on and lockstep.loop.skipped(group=group):
             return
         self.clip()
         for each in chosen:
@@ -220,9 +219,9 @@ class Training:
         self.schedule()
 
     def clip(self) -> None:
-        if self.program.clip == "norm":
+        if self.setting.clip == "norm":
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
-        elif self.program.clip == "value":
+        elif self.setting.clip == "value":
             torch.nn.utils.clip_grad_value_(self.net.parameters(), 0.05)
 
     def schedule(self) -> None:
@@ -237,13 +236,14 @@ def _run(rank: Any, program: Program) -> bool:
 
 def play(program: Program) -> None:
     """Run a program on all ranks; raises what is wrong."""
-    hosts = "a" * program.world if program.backend == "shm" else ""
+    setting = program.setting
+    hosts = "a" * setting.world if setting.backend == "shm" else ""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for text in HARMLESS:
             warnings.filterwarnings("ignore", text)
-        found = run_ranks(program.world, _run, program, hosts=hosts, device=program.device)
-    assert all(found), f"replicas differ: {program}"
+        found = run_ranks(setting.world, _run, program, hosts=hosts, device=setting.device)
+    assert all(found), "replicas differ"
 
 
 HARMLESS = (

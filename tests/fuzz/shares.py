@@ -1,7 +1,7 @@
 """Random programs with shares: on any number of ranks they are to come to the bits of one rank, and what only one rank
 does is to be an error by name on all, from which they go on.
 
-A program is a list of steps. What is done to the module before a step is done on all ranks, or on the last one only;
+A line is a step. What is done to the module before a step is done on all ranks, or on the last one only;
 then it is taken back after the step. One rank leaves out the steps that have failed on the others, and what the last of
 them did alone.
 """
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from fuzz.programs import Program
 from lockstep._base.deal import deal_by_speed
 from lockstep.errors import AgreementError, NotReplicableError, PeerError
 from lockstep.shares import balance
@@ -55,8 +56,8 @@ class Planned(NamedTuple):
     """True if a second module takes part, if the program has one."""
 
 
-class Program(NamedTuple):
-    """A whole program."""
+class Setting(NamedTuple):
+    """What holds for a whole program."""
 
     seed: int
     world: int
@@ -72,7 +73,6 @@ class Program(NamedTuple):
     """True if the ranks are dealt numbers of shares at random, other ones again and again."""
     costs: str
     """How the rows are put into shares: "" by number, "sum" or "padded" by cost."""
-    steps: tuple[Planned, ...]
 
 
 class Norm(nn.Module):
@@ -190,7 +190,7 @@ def kept(net: Network) -> Callable[[], None]:
 # ------------------------------------------------------------------------------------------------ programs
 
 
-def draw(seed: int, length: int = 8) -> Program:
+def draw(seed: int, length: int, device: str = "") -> Program:
     """A program, always the same for the seed."""
     rng = random.Random(seed)
     world = rng.choice([2, 2, 3, 4])
@@ -208,7 +208,8 @@ def draw(seed: int, length: int = 8) -> Program:
     audits, has_other = rng.random() < 0.2, rng.random() < 0.2
     cap, rounds = rng.choice([1, 200, 2**20]), rng.random() < 0.4
     deals, costs = rng.random() < 0.6, rng.choice(["", "", "sum", "padded"]) if loss == "sum" else ""
-    return Program(seed, world, hosts, shares, loss, audits, has_other, cap, rounds, deals, costs, tuple(steps))
+    setting = Setting(seed, world, hosts, shares, loss, audits, has_other, cap, rounds, deals, costs)
+    return Program(setting, tuple(steps))
 
 
 def choose_at_random(deal: tuple[int, ...], seconds: Sequence[float]) -> list[float]:
@@ -224,33 +225,34 @@ class Failed(Exception):
 
 def run(rank: Rank, program: Program, left_out: tuple[int, ...] = ()) -> list[str]:
     """Return what each step has given: a digest of gradients, buffers and parameters, or an error."""
-    reduce_dtype = torch.bfloat16 if program.rounds else None
+    setting = program.setting
+    reduce_dtype = torch.bfloat16 if setting.rounds else None
     options = {
-        "shares": program.shares,
-        "loss": program.loss,
+        "shares": setting.shares,
+        "loss": setting.loss,
         "process_group": rank.group,
         "reduce_dtype": reduce_dtype,
     }
     net = lockstep.replicate(Network(), **options)
-    nets = [net, *([lockstep.replicate(layer(7), **options)] if program.has_other else [])]
-    lockstep.shares.audit(net, 1 if program.audits else None)
+    nets = [net, *([lockstep.replicate(layer(7), **options)] if setting.has_other else [])]
+    lockstep.shares.audit(net, 1 if setting.audits else None)
     x = torch.arange(ROWS * WIDTH, dtype=torch.float64).mul(0.37).sin().view(ROWS, WIDTH)
     batches = forever(
         lockstep.shares.GlobalBatches(
             TensorDataset(x),
             BATCH,
-            program.shares,
-            program.seed,
+            setting.shares,
+            setting.seed,
             last="smaller",
-            cost=x[:, 0].abs() if program.costs else None,
-            padded=program.costs == "padded",
-            balance="speed" if program.deals else None,
+            cost=x[:, 0].abs() if setting.costs else None,
+            padded=setting.costs == "padded",
+            balance="speed" if setting.deals else None,
             process_group=rank.group,
         )
     )
     is_last = rank.rank + 1 == rank.world
     found = []
-    for number, step in enumerate(program.steps):
+    for number, step in enumerate(program.lines):
         batch = next(batches)
         lonely = rank.world > 1 and is_last
         for change in step.changes:
@@ -320,25 +322,19 @@ def each_tensor(net: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     yield from net.named_buffers()
 
 
-def find_failure(seed: int, length: int = 8) -> str | None:
-    """Return what is wrong with a program, if anything is."""
-    program = draw(seed, length)
+def play(program: Program) -> None:
+    """Run a program, and the same on one rank; raises what is wrong."""
+    setting = program.setting
     with (
-        mock.patch.object(reduction, "CAP_BYTES", program.cap),
+        mock.patch.object(reduction, "CAP_BYTES", setting.cap),
         mock.patch.object(balance, "choose", choose_at_random),
         mock.patch.object(balance, "_LEAST_STEPS", 1),
     ):
-        results = run_ranks(program.world, run, program, hosts=program.hosts, errors=True)
-        if any(isinstance(result, BaseException) for result in results):
-            return f"{program}\n" + "\n".join(map(repr, results))
-        failed = [
-            tuple(n for n, each in enumerate(result) if isinstance(each, str) and ": " in each) for result in results
-        ]
-        if any(each != failed[0] for each in failed):
-            return f"{program}\nsteps that failed: {failed}\n{results}"
+        results = run_ranks(setting.world, run, program, hosts=setting.hosts)
+        failed = [tuple(n for n, each in enumerate(result) if ": " in each) for result in results]
+        assert all(each == failed[0] for each in failed), f"steps that failed: {failed}\n{results}"
         alone = run_ranks(1, run, program, failed[0])[0]
     for rank, result in enumerate(results):
         for number, (got, wanted) in enumerate(zip(result, alone, strict=True)):
-            if got != wanted and number not in failed[0]:
-                return f"{program}\nrank {rank}, step {number}: {got} in place of {wanted}\n{results}\n{alone}"
-    return None
+            if number not in failed[0]:
+                assert got == wanted, f"rank {rank}, step {number}: {got} in place of {wanted}\n{results}\n{alone}"

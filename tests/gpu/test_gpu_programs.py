@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuzz import many_processes as fuzz
+from fuzz import many_processes
 from one_gpu import LIMIT, NCCL, allows_several_ranks, place_of
 from processes import run_processes
 
@@ -16,12 +16,12 @@ from processes import run_processes
 def play(rank, seeds):
     torch.set_default_device(place_of(rank))
     for seed in seeds:
-        program, setting = fuzz.draw(seed, 8, (2,))
-        setting = setting._replace(processes=True, own_groups=False)
+        program = many_processes.draw(seed, 8, worlds=(2,))
+        program = program._replace(setting=program.setting._replace(processes=True, own_groups=False))
         try:
-            fuzz._play(rank, None, program, setting)
+            many_processes.play_rank(rank, None, program)
         except AssertionError as error:
-            error.add_note(f"program {seed}: {setting}\n{program}")
+            error.add_note(f"seed {seed}: {program}")
             raise
 
 

@@ -1,8 +1,7 @@
 """Random programs over a network: lines that change it, and lines that use it, in replicas and on one device.
 
-A program is a list of lines of Python. In those that change the network, ``n`` is a network: they run for the one that
-DataParallel holds, and for the one that is used plainly. Those that use it begin with ``use.``, and compare. So a
-program that fails can be shortened, line by line, and printed.
+In lines that change the network, ``n`` is a network: they run for the one that DataParallel holds, and for the one that
+is used plainly. Those that use it begin with ``use.``, and compare. Those that cannot run on one device are left out.
 
 The operations follow the table at the head of ``lockstep.local.changes``.
 """
@@ -10,21 +9,37 @@ The operations follow the table at the head of ``lockstep.local.changes``.
 from __future__ import annotations
 
 import copy
+import functools
 import random
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import sim as simulator
+from fuzz.programs import Program
 from lockstep import DataParallel
+from lockstep._base import tensor_state
 from lockstep.local import SyncBatchNorm, replicate
 
 WIDTH, LAYERS = 4, 4
+
+
+class Setting(NamedTuple):
+    """What holds for a whole program."""
+
+    device: str
+    devices: int
+    guards: bool
+    """False if nothing guards the layout of tensors, as with a PyTorch that has no guards."""
 
 
 class Invalid(Exception):
@@ -500,45 +515,36 @@ CHANGES = {
 }
 
 
-def random_program(seed: int, count: int) -> list[str]:
-    """Lines that change the network and lines that use it."""
-    draw = random.Random(seed)
-    program = []
-    for _ in range(count):
-        changes = [draw.choice(list(CHANGES.values())) for _ in range(draw.choice((1, 1, 1, 2, 3)))]
-        program += [draw.choice(operations)(draw) for operations in changes]
-        program += [draw.choice(USES)(draw) for _ in range(draw.choice((1, 1, 2, 3)))]
-    return program
+def draw(seed: int, length: int, device: str = "") -> Program:
+    """Lines that change the network and lines that use it, so many times."""
+    chance = random.Random(seed)
+    lines: list[str] = []
+    for _ in range(length):
+        changes = [chance.choice(list(CHANGES.values())) for _ in range(chance.choice((1, 1, 1, 2, 3)))]
+        lines += [chance.choice(operations)(chance) for operations in changes]
+        lines += [chance.choice(USES)(chance) for _ in range(chance.choice((1, 1, 2, 3)))]
+    return Program(Setting(device, 2 + seed % 3, seed % 5 != 4), tuple(lines))
 
 
-def failure(program: list[str], make: Callable[[], Pair]) -> tuple[int, Exception] | None:
-    """The number of the line that fails in replicas alone, and how; lines that fail on one device are left out."""
-    pair = make()
-    for number, line in enumerate(program):
-        try:
-            pair.run(line)
-        except Invalid:
-            continue
-        except Exception as error:
-            return number, error
-    return None
+@functools.cache
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(Factor())
 
 
-def shortened(program: list[str], make: Callable[[], Pair]) -> tuple[list[str], Exception] | None:
-    """The fewest lines found that still fail, and how they do; None for a program that passes."""
-    found = failure(program, make)
-    if found is None:
-        return None
-    program, error = program[: found[0] + 1], found[1]
-    size = len(program) // 2
-    while size:
-        start = 0
-        while start < len(program):
-            shorter = program[:start] + program[start + size :]
-            found = failure(shorter, make)
-            if found is None:
-                start += size
-            else:
-                program, error = shorter[: found[0] + 1], found[1]
-        size //= 2
-    return program, error
+def play(program: Program) -> None:
+    """Run a program; raises what replicas alone do wrong."""
+    setting: Setting = program.setting
+    devices = simulator.devices(setting.devices) if setting.device else [torch.device("cpu")] * setting.devices
+    guards = nullcontext() if setting.guards else mock.patch.object(tensor_state, "_TensorGuards", None)
+    with guards:
+        pair = Pair(devices, scripted())
+        for line in program.lines:
+            try:
+                pair.run(line)
+            except Invalid:
+                continue
+            except Exception as error:
+                error.add_note(f"in {line}")
+                raise
