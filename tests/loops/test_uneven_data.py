@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 
@@ -636,3 +637,48 @@ def test_only_a_process_group_can_be_asked_whether_to_stop(rank):
     with pytest.raises(OptionError, match=r"expected a process group, got .*Linear"):
         lockstep.should_stop(replicated(rank))
     assert not lockstep.should_stop(rank.group)
+
+
+# ---------------------------------------------------------------------------- read ahead
+
+
+def prefetched(batches):
+    """Give each batch once the next one has been read."""
+    read = iter(batches)
+    upcoming = next(read)
+    for following in read:
+        yield upcoming
+        upcoming = following
+    yield upcoming
+
+
+def read_ahead(rank, around, length, known):
+    loader = [torch.ones(1, 1)] * (length + 1 - rank.rank)
+    loader = loader if known else iter(loader)
+    model = replicated(rank)
+    turns = lockstep.batches(prefetched(loader) if around == "loader" else loader, model)
+    for number, x in enumerate(prefetched(turns) if around == "batches" else turns):
+        window = lockstep.accumulate(model, last=number % 2 == 1)
+        with window if around == "window" else lockstep.loop.skip_on(BadBatchError, modules=[model]):
+            if around == "first left out" and number == 0:
+                raise BadBatchError
+            model(x).sum().backward()
+
+
+@knowing
+@pytest.mark.parametrize(
+    ("around", "length", "warns"),
+    [
+        ("batches", 3, 1),
+        ("batches", 2, 0),  # could be a step of two batches
+        ("loader", 5, 0),
+        ("window", 4, 0),
+        ("first left out", 5, 0),
+    ],
+)
+def test_what_reads_ahead_of_the_loop_is_warned_of_where_a_rank_has_run_out(around, length, warns, known):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, read_ahead, around, length, known)
+    told = [str(each.message) for each in caught if "the backward came after" in str(each.message)]
+    assert [text.startswith("rank 1: of each batch") for text in told] == [True] * warns

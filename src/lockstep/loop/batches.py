@@ -34,6 +34,7 @@ from lockstep.loop.balanced_sampler import BalancedBatches, counted
 from lockstep.loop.divided_data import (
     first_rows,
     rows_digest,
+    warn_of_prefetching,
     warn_of_same_rows,
     warn_of_state_ahead,
     warn_of_two_divisions,
@@ -79,6 +80,7 @@ def batches(
     length that has a ``state_dict()``, which is one batch ahead of the loop.
 
     The current batch is the one that was read last: what reads ahead, such as a prefetcher, belongs around the loader.
+    Around ``batches`` it is warned of where a rank runs out after three batches or more.
 
     Raises:
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
@@ -161,13 +163,19 @@ class Batches(Generic[B]):
 
     def _in_turn(self, given: Iterator[tuple[B, bool, bool, bool]]) -> Iterator[B]:
         decisions = [each.decisions for each in self._schedulers]
-        number = -1
+        number, rounds, is_ahead = -1, self._schedulers[0].rounds, True
         try:
             with ExitStack() as whole:
                 loops = [whole.enter_context(each.loop(self._looks_ahead)) for each in decisions]
                 whole.callback(self._note_padding, False)
                 self._note_place(IN_LOOP)
                 for number, (batch, is_padding, ends, uneven) in enumerate(given):
+                    before, rounds = rounds, self._schedulers[0].rounds
+                    # With batches read ahead, no round lies between the first two, and one between all others.
+                    is_ahead = is_ahead and (rounds > before or loops[0].batch.skipped) == (number > 1)
+                    if is_ahead and is_padding and number > 2:
+                        warn_of_prefetching(global_ranks(decisions[0].group)[decisions[0].group.rank()])
+                        is_ahead = False
                     if not (number or is_padding or self._looks_ahead):  # else ranks have told each other already
                         first_rows.update({each.group: rows_digest(self._loader, batch) for each in self._schedulers})
                     for each, loop, rows in zip(decisions, loops, self._rows, strict=True):

@@ -59,6 +59,16 @@ def warn_of_two_divisions(loader: Any) -> None:
         )
 
 
+def warn_of_prefetching(global_rank: int) -> None:
+    """Warn of what reads the batches of the loop ahead, on a rank that has run out."""
+    warnings.warn(
+        f"rank {global_rank}: of each batch of batches(), the backward came after the next batch was read. So the last "
+        "batch of this rank counts nothing, and a repeated one counts in its place. Put what reads ahead, such as a "
+        "prefetcher, around the loader: batches(prefetch(loader)). If the first batch is left out, ignore this",
+        stacklevel=4,
+    )
+
+
 def warn_of_state_ahead(loader: object) -> None:
     """Warn of a loader with a ``state_dict()`` that is read one batch ahead."""
     warnings.warn(
