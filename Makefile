@@ -4,8 +4,8 @@ READY := .venv/.installed
 
 # The oldest and the newest PyTorch that pyproject.toml takes, and the one of constraints.txt.
 TORCHES := 2.11 2.13 2.15
-MATRIX := $(addprefix tests/,accumulation agreement buffers ddp drift failures gradients hooks local loops modules second_order \
-	shares shm tools)
+MATRIX := $(addprefix tests/,accumulation agreement buffers checkpoints ddp drift failures fuzz gradients hooks local loops \
+	modules second_order session sharding shares shm tools)
 CLIENTS := .venv-clients
 LAUNCHERS := .venv-launchers
 DOCS := .venv/.docs-installed
