@@ -185,7 +185,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of a fork 
 def test_what_is_in_flight_when_a_program_ends(end, tmp_path):
     """It is written before the process ends: of a session that nobody closes, and of one in a thread; a process that
     was forked meanwhile does not wait for it."""
-    program = [sys.executable, "-c", SAVES + end, tmp_path / "run"]
+    program = [sys.executable, "-W", "ignore:Failed to initialize NumPy", "-c", SAVES + end, tmp_path / "run"]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     assert lockstep.resume(tmp_path / "run").values == {"x": 1}

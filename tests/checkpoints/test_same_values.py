@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,46 +80,41 @@ def test_the_state_of_an_object_that_differs_by_rank_is_named_too(rank, tmp_path
 
 
 @on_processes(4)
-def test_a_module_that_is_another_one_on_other_ranks_is_not_saved_once_for_all(rank):
-    with tempfile.TemporaryDirectory() as folder:
-        path = [folder] if rank.rank == 0 else [""]
-        dist.broadcast_object_list(path)
-        half = rank.rank % 2
-        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][half]
-        expert = lockstep.replicate(rank.make(lambda: torch.nn.Linear(2, 1)), process_group=group)
-        other = lockstep.replicate(torch.nn.Linear(2, 1 + half), process_group=group)
-        lockstep.save(path[0], expert=expert)
-        with torch.no_grad():
-            expert.weight.fill_(half)
-        with pytest.raises(OutOfSyncError, match=r"weight of expert .*per_rank\(module.state_dict\(\)\)"):
-            lockstep.save(path[0], expert=expert)
-        with pytest.raises(AgreementError, match="ranks differ in what is replicated, which is saved once"):
-            lockstep.save(path[0], other=other)
-        sharded = lockstep.shard_optimizer(torch.optim.Adam(expert.parameters()))
-        with pytest.raises(AgreementError, match=r"over which sharded is .*: \[0, 2\] on rank 0, \[1, 3\] on rank 1"):
-            lockstep.save(path[0], sharded=sharded)
-        lockstep.save(path[0], expert=lockstep.checkpoints.per_rank(expert.state_dict()))
-        found = lockstep.resume(path[0]).values["expert"]
-        assert torch.equal(found["weight"], expert.weight)
-        own = [dist.new_group([number]) for number in range(4)][rank.rank]
-        with pytest.warns(RuntimeWarning, match=f"a process group of rank {rank.rank} alone"):
-            alone = lockstep.replicate(torch.nn.Linear(2, 1), process_group=own)
-        torch.nn.init.constant_(alone.weight, rank.rank)
-        with pytest.raises(OutOfSyncError, match="weight of alone"):
-            lockstep.save(path[0], alone=alone)
+def test_a_module_that_is_another_one_on_other_ranks_is_not_saved_once_for_all(rank, tmp_path):
+    half = rank.rank % 2
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][half]
+    expert = lockstep.replicate(rank.make(lambda: torch.nn.Linear(2, 1)), process_group=group)
+    other = lockstep.replicate(torch.nn.Linear(2, 1 + half), process_group=group)
+    lockstep.save(tmp_path, expert=expert)
+    with torch.no_grad():
+        expert.weight.fill_(half)
+    with pytest.raises(OutOfSyncError, match=r"weight of expert .*per_rank\(module.state_dict\(\)\)"):
+        lockstep.save(tmp_path, expert=expert)
+    with pytest.raises(AgreementError, match="ranks differ in what is replicated, which is saved once"):
+        lockstep.save(tmp_path, other=other)
+    sharded = lockstep.shard_optimizer(torch.optim.Adam(expert.parameters()))
+    with pytest.raises(AgreementError, match=r"over which sharded is .*: \[0, 2\] on rank 0, \[1, 3\] on rank 1"):
+        lockstep.save(tmp_path, sharded=sharded)
+    lockstep.save(tmp_path, expert=lockstep.checkpoints.per_rank(expert.state_dict()))
+    found = lockstep.resume(tmp_path).values["expert"]
+    assert torch.equal(found["weight"], expert.weight)
+    own = [dist.new_group([number]) for number in range(4)][rank.rank]
+    with pytest.warns(RuntimeWarning, match=f"a process group of rank {rank.rank} alone"):
+        alone = lockstep.replicate(torch.nn.Linear(2, 1), process_group=own)
+    torch.nn.init.constant_(alone.weight, rank.rank)
+    with pytest.raises(OutOfSyncError, match="weight of alone"):
+        lockstep.save(tmp_path, alone=alone)
 
 
 @on_processes(4)
-def test_a_module_that_is_another_one_on_other_ranks_is_in_no_snapshot_for_all(rank):
+def test_a_module_that_is_another_one_on_other_ranks_is_in_no_snapshot_for_all(rank, tmp_path):
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank.rank % 2]
     expert = lockstep.replicate(torch.nn.Linear(2, 1), process_group=group)
     torch.nn.init.constant_(expert.weight, rank.rank % 2)
     with lockstep.session() as run:
-        path = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(path)
-        assert run.snapshot(path[0], every=1, expert=lockstep.checkpoints.per_rank(expert.state_dict()))
+        assert run.snapshot(tmp_path, every=1, expert=lockstep.checkpoints.per_rank(expert.state_dict()))
         with pytest.raises(OutOfSyncError, match=r"weight of expert .*per_rank\(module.state_dict\(\)\)"):
-            run.snapshot(path[0] + "2", every=1, expert=expert)
+            run.snapshot(tmp_path / "other", every=1, expert=expert)
 
 
 def test_a_module_without_a_group_is_saved(tmp_path):

@@ -46,7 +46,7 @@ def test_no_send_is_lost_when_connections_end_while_collectives_run(rank, numel,
 @on_processes(2)
 def test_a_peer_notices_when_the_connections_are_closed(rank):
     """What a rank that has not shut anything down hears of one that has, after that one has closed."""
-    group, connections = dist.new_group(timeout=timedelta(seconds=2)), Connections()
+    group, connections = dist.new_group(timeout=timedelta(seconds=20)), Connections()
     _find_connections_of_gloo(group, connections)
     dist.barrier()
     if rank.rank == 0:
