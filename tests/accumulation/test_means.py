@@ -107,7 +107,7 @@ def test_ranks_that_give_different_things_are_told(name):
             raise error
 
 
-@pytest.mark.parametrize("weight", [-1, math.inf, math.nan])
+@pytest.mark.parametrize("weight", [-1, math.inf, math.nan, torch.ones(2), None, [1, 2]], ids=repr)
 def test_weights_that_are_none(weight):
     with pytest.raises(OptionError, match=r"got a weight of .*, expected a finite number, 0 or more"):
         run_ranks(2, lambda rank: lockstep.mean(1.0, weight=weight, group=rank.group))

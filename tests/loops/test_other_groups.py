@@ -95,6 +95,24 @@ def test_a_batch_that_no_module_leaves_out_is_an_error_on_all_ranks(rank, shares
 
 
 @on_processes(2)
+def test_without_a_name_a_batch_is_that_of_the_only_group_with_modules(rank):
+    model, seen = over_another_group(rank), []
+    for number in range(3):
+        with lockstep.loop.skip_on(ValueError, modules=[model]):
+            if number == 1 and rank.rank:
+                raise ValueError
+            scalars_of(model, loss=model(torch.ones(1, 1)).sum())
+        seen.append(bool(lockstep.loop.skipped))
+    assert seen == [False, True, False]
+    other = over_another_group(rank)
+    with pytest.raises(OptionError, match=r"over 2 groups, .* lockstep\.loop\.skipped\(model\)"):
+        lockstep.loop.skipped()
+    of_all = replicated(rank)
+    assert not lockstep.loop.skipped()
+    assert [lockstep.loop.skipped(each) for each in (model, other, of_all)] == [False] * 3
+
+
+@on_processes(2)
 def test_requests_to_stop_travel_over_every_group_of_the_same_ranks(rank):
     model, reasons = over_another_group(rank), []
     request = lockstep.loop.stop_when(lambda: reasons)

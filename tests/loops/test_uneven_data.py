@@ -609,6 +609,11 @@ def test_a_flag_that_any_rank_has(rank):
     assert not lockstep.loop.agree(rank.rank == 5, rank.group)
 
 
+@on_ranks(2, raises=OptionError, says="agree() got a Tensor on rank 1: Boolean value of Tensor with more than one")
+def test_a_flag_that_is_neither_true_nor_false_is_an_error_on_all_ranks(rank):
+    lockstep.loop.agree(torch.ones(2) if rank.rank else False, rank.group)
+
+
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 @on_ranks(2, "hosts")
 def test_batches_are_numbered_alike_whatever_has_been_freed(rank):

@@ -51,8 +51,8 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
 
     Raises:
         AgreementError: Structures, shapes or names differ between ranks; raised on every rank.
-        OptionError: A value is not a number, a weight is negative or not finite, or all weights are 0; raised on every
-            rank.
+        OptionError: A value is not a number, a weight is not one number, negative or not finite, or all weights are 0;
+            raised on every rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -140,13 +140,11 @@ def _sum(values: Any, weight: float | Tensor, caller: str, decisions: Decisions)
         for line, part in zip(lines, parts, strict=True)
         if not part.is_number
     ]
-    if not isinstance(weight, Tensor) or weight.numel() != 1:
-        weight = torch.tensor(float(weight), dtype=torch.float64, device="cpu")  # raises for a tensor of more elements
-    together = [*(part.values for part in parts), weight.detach().to(torch.float64).reshape(1)]
+    together = [*(part.values for part in parts), _one_number(weight).to(torch.float64).reshape(1)]
     *numbers, of_rank = _move_together(together, [collectives.device] * len(together))
     own = of_rank.item()
     if not 0 <= own < float("inf"):
-        expected = f"{own}, expected a finite number, 0 or more"
+        expected = f"{own if own == own else repr(weight)[:80]}, expected a finite number, 0 or more"
         problems.insert(0, f"a weight of {expected}")
         lines.append(Line(f"the weight given to {caller}()", expected))
     pads = decisions.counts_nothing
@@ -158,6 +156,16 @@ def _sum(values: Any, weight: float | Tensor, caller: str, decisions: Decisions)
     if problems:  # the same on all ranks, or the sums would have raised
         raise OptionError(f"{caller}() got {problems[0]}")
     return _Sums(tree, parts, sums, weights)
+
+
+def _one_number(weight: float | Tensor) -> Tensor:
+    """Return a weight as a tensor of one element: NaN if it is not one number, as the other ranks are to be told."""
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        return weight.detach()
+    try:
+        return torch.tensor(float(weight), dtype=torch.float64, device="cpu")
+    except Exception:
+        return torch.tensor(torch.nan, dtype=torch.float64, device="cpu")
 
 
 def _move_together(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:

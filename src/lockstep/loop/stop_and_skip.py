@@ -10,7 +10,9 @@ from torch.nn import Module
 
 from lockstep._base.compiler import outside_compiler
 from lockstep._base.run_all import RunAll
+from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import shared_objects
 from lockstep.distributed.comm.groups import Group, needed_group
 from lockstep.distributed.reduction.report.decisions import Decisions, decisions_of
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
@@ -132,8 +134,21 @@ def skipped(*modules: Module, group: Group | None = None) -> bool:
 
     Call it after the backward that synchronises. The batch ends with the next one of :func:`lockstep.batches`; outside
     of such a loop, with the next backward that synchronises, or ``accumulate(last=False)``.
+
+    Without arguments it is about the default group, or, if no module is replicated over that, the one group that has
+    modules. Raises :class:`OptionError` if there are several.
     """
-    return any(decisions_of(each).skipped for each in groups_of(modules, group, "skipped"))
+    found = groups_of(modules, group, "skipped")
+    if not modules and group is None:
+        used = [each.group for each in shared_objects(GroupScheduler) if list(each.modules)]
+        if used and found[0] not in used:
+            found = used
+        if len(found) > 1:
+            raise OptionError(
+                f"skipped() does not say which batch it is about: modules are replicated over {len(found)} groups, and "
+                "none over the default group. Pass the replicated module, lockstep.loop.skipped(model)"
+            )
+    return any(decisions_of(each).skipped for each in found)
 
 
 @contextmanager
@@ -197,7 +212,8 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
 def agree(flag: object, group: Group | None = None) -> bool:
     """Return True if ``flag`` is true on any rank. Every rank must call it; all get the same result.
 
-    Communicates one all-reduce of two numbers, and waits for it.
+    Communicates one all-reduce of three numbers, and waits for it. Raises :class:`OptionError`, on every rank, if a
+    flag is neither true nor false, such as a tensor of two elements.
 
     Example:
         >>> import torch.distributed as dist, lockstep
@@ -208,10 +224,17 @@ def agree(flag: object, group: Group | None = None) -> bool:
     """
     decisions = decisions_of(needed_group(group))
     collectives = Collectives(decisions.group, Phases())
-    numbers = torch.tensor([bool(flag), decisions.asks_to_stop()], dtype=torch.int64).to(collectives.device)
+    own, problem = False, ""
+    try:
+        own = bool(flag)
+    except Exception as error:  # told to the other ranks, who would wait
+        problem = f"agree() got a {type(flag).__name__} on rank {collectives.global_rank}: {error}"
+    numbers = torch.tensor([own, decisions.asks_to_stop(), bool(problem)], dtype=torch.int64).to(collectives.device)
     collectives.all_reduce(numbers, "agree()").wait()
-    agreed, stops = numbers.tolist()
+    agreed, stops, problems = numbers.tolist()
     decisions.hear_requests(bool(stops))
+    if problems:
+        raise OptionError(next(filter(None, all_gather_object(problem, "agree()", collectives))))
     return bool(agreed)
 
 

@@ -222,7 +222,7 @@ class Session:
     @property
     def skipped(self) -> bool:
         """True if any rank has skipped this batch, so that all have: :func:`lockstep.loop.skipped`."""
-        return loop.skipped(group=self.group)
+        return loop.skipped()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Name this rank's activity inside the block, such as ``evaluation``; errors on other ranks show the name."""

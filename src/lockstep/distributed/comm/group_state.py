@@ -131,6 +131,12 @@ def shared_object(kind: Callable[[Any], T], group: Group | None) -> T:
         return found
 
 
+def shared_objects(kind: Callable[[Any], T]) -> list[T]:
+    """Return the objects of a class for all groups that the default group knows."""
+    states = [_states.get(group) for group in list(dist.distributed_c10d._world.pg_map)]
+    return [each for state in states if state is not None and (each := state.shared.get(kind)) is not None]
+
+
 def shared_by_ranks(kind: Callable[[], T], group: Group) -> T:
     """Return the object of a class for all groups of the same ranks, as :func:`shared_object`: those that the default
     group knows; another group has one of its own."""
