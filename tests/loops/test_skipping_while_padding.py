@@ -62,3 +62,21 @@ def test_only_the_batch_itself_is_left_out(rank, lengths, step, count):
         for model, alone in zip(models, plain, strict=True):
             same_gradients(rank, model, alone)
             assert all(map(rank.all_equal, model.buffers()))
+
+
+@pytest.mark.parametrize("loader", [list, iter], ids=["a length", "no length"])
+@pytest.mark.parametrize("step", [skips_by_hand, before_forward, in_backward])
+@pytest.mark.parametrize("count", [1, 2])
+@on_ranks(2)
+def test_a_batch_that_no_rank_can_use_is_left_out_where_a_rank_has_run_out(rank, loader, step, count):
+    models = [lockstep.replicate(nn.Linear(3, 3).double(), process_group=rank.group) for _ in range(count)]
+    good, seen = rows(0, 0, 4, 3), []
+    for x in lockstep.batches(loader([[good, BAD, good, BAD], [good, BAD]][rank.rank]), *models):
+        clear(*models)
+        step(models, x)
+        seen.append(skipped(*models))
+    assert seen[:4] == [False, True, False, True]
+    assert seen[4:] in (
+        [],
+        [True],
+    )  # a backward that fails does not tell which ranks have ended: then all pad once more

@@ -93,6 +93,11 @@ class Contribution:
         self._thread = 0  # in which a block is under way
         self._left: list[_Left] = []
 
+    @property
+    def awaits_block(self) -> bool:
+        """True between the blocks of a window."""
+        return bool(self.weights) and not self._blocks
+
     def is_something(self, added: Sequence[ManagedParameter]) -> bool:
         """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
         ``added``, which the ranks have not agreed on yet. May wait for the device."""

@@ -74,7 +74,7 @@ class RankState:
     @property
     def has_accumulated(self) -> bool:
         """True if micro-batches have accumulated that a later round is to reduce."""
-        return self.contribution.is_local or bool(self.contribution.weights)
+        return self.contribution.is_local or self.contribution.awaits_block
 
     def set_requires_sync(self, required: bool) -> None:
         """Choose whether backward passes that begin from now on synchronise."""

@@ -346,8 +346,12 @@ class GroupScheduler(PassObserver):
         """Take part in the rounds of this batch without a pass."""
         if self.modules.exclusive:
             self.reduce(modules, lambda _: part)
-        else:
-            self.follow(self.modules.ask([]), lambda _: part)
+            return
+        answer = self.modules.ask([])
+        if not (answer.modules or answer.skipped or answer.failed["failed"]):
+            # No rank has reached a module: they tell each other in rounds of all what they do, one skips and one pads.
+            answer = self.modules.ask(self._synchronising())
+        self.follow(answer, lambda _: part)
 
     def check_no_open_window(self) -> None:
         """Raise :class:`OptionError` if gradients have accumulated, as ``skip_on()`` ends, that are to be synchronised
