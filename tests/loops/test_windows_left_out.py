@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,8 @@ import lockstep
 from fuzz.left_out import AROUND, Setting, Step, micro_batch, network, play
 from fuzz.programs import Program
 from lockstep.errors import OptionError, PeerError
-from programs.ranks import on_ranks, replicated
+from programs.ranks import clear, on_ranks, replicated, scalars
+from small_modules import one_weight
 from training_loops import WHERE, BadBatchError
 
 
@@ -32,6 +35,21 @@ def test_skip_on_between_the_micro_batches_of_a_step_is_an_error(rank, kind):
     model = replicated(rank, network)
     with lockstep.loop.skip_on(kind, modules=[model]), lockstep.accumulate(model, last=False):
         model(torch.ones(1, 3).double()).sum().backward()
+
+
+@on_ranks(2)
+def test_skip_on_inside_of_blocks_with_weights_of_which_no_rank_reaches_one_module(rank):
+    models = [lockstep.replicate(rank.make(one_weight), process_group=rank.group) for _ in range(2)]
+    found = []
+    for reached in (models, models[:1], models):
+        clear(*models)
+        with contextlib.ExitStack() as blocks:
+            for model in models:
+                blocks.enter_context(lockstep.accumulate(model, weight=1 + rank.rank))
+            blocks.enter_context(lockstep.loop.skip_on(ValueError, modules=models))
+            sum(model(torch.full((1, 1), 3.0)).sum() for model in reached).backward()
+        found.append(scalars(*models))
+    assert found == [[2.0, 2.0], [2.0, None], [2.0, 2.0]]
 
 
 @on_ranks(2, raises=PeerError, says=("rank 1 leaves out its batch", "inside accumulate() or no_sync()"))
