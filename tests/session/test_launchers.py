@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.session.environment import Environment, first_host, read_environment, tasks_of_hosts
-from processes import on_processes, run_processes
+from processes import in_child, on_processes, run_processes
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29511"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -204,6 +205,21 @@ def test_children_of_multiprocessing_are_told_that_each_trains_alone():
         assert line.startswith(f"this process trains alone, among 3 children of process {parent} (multiprocessing). To")
         assert "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of each child, before its session" in line
     assert run_processes(1, has_children, 1)[0][1] == [[]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@on_processes(2, launched=True)
+def test_a_process_that_a_rank_has_started_does_not_join_its_run_as_that_rank(rank):
+    def child():
+        said = rf"process {parent}, which has started this one, is rank {rank.rank} of 2 .*session\(alone=True\)"
+        with mock.patch.object(dist, "is_initialized", return_value=False), pytest.raises(OptionError, match=said):
+            lockstep.session(timeout=5.0).__enter__()
+        return 0
+
+    parent = os.getpid()
+    with lockstep.session() as run:
+        assert in_child(child) == 0
+        assert not run.agree(False)
 
 
 def test_a_process_beside_the_steps_of_a_job_is_told_how_to_start(caplog):

@@ -25,10 +25,10 @@ from lockstep._base.debug import log_of
 from lockstep._base.devices import accelerator, current_index, resolve_device
 from lockstep._base.store import ANSWER_SECONDS, BoundedStore, port_of
 from lockstep.distributed.comm.groups import backends_of
-from lockstep.errors import AgreementError, CommunicationError, DeviceError, OptionError
+from lockstep.errors import AgreementError, CommunicationError, DeviceError, InspectionError, OptionError
 from lockstep.failures.channel import LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
-from lockstep.failures.progress import Progress
+from lockstep.failures.progress import Progress, page_of
 from lockstep.failures.stall import StallLimits
 from lockstep.session.environment import Environment, read_local_rank
 from lockstep.session.meeting import meeting_place, part_of_incarnation
@@ -184,6 +184,7 @@ def join(
         backend = options.backend or choose_backend(device)
         _make_group(backend, HashStore(), environment, limit)
         return Joined(Watch(None, resources=resources.pop_all()), environment.local_rank or 0, device, backend)
+    _refuse_child_of_rank(progress)
     _stay_on_loopback(environment)
     connections, waits_for_store = Connections(), Connections()
     # The channel makes a connection of its own. This one is the group's: ending it interrupts a thread that waits
@@ -310,6 +311,17 @@ def name_of_run(environment: Environment) -> str:
     if environment.alone:
         return run_name(str(os.getpid()))
     return run_name(str(environment.port) if environment.run in ("", "none") else environment.run[:8])
+
+
+def _refuse_child_of_rank(progress: Progress) -> None:
+    """Raise :class:`OptionError` in a process that a rank has started, and that would join its run as that rank."""
+    parent, own = os.getppid(), progress.read()
+    with contextlib.suppress(InspectionError):
+        if page_of(parent, own.run, own.rank) is not None:
+            raise OptionError(
+                f"process {parent}, which has started this one, is rank {own.rank} of {own.world} of this run already, "
+                "and its variables are inherited: give session(alone=True) to train in this process alone"
+            )
 
 
 def _make_group(backend: str, store: Any, environment: Environment, timeout: timedelta) -> None:
