@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def test_two_sessions_of_a_process_share_a_store():
     store = store_of(of_two(0, 0))
     store.set("key", "value")
     assert store_of(of_two(0, store.port)).get("key") == b"value"
+
+
+def test_a_port_at_which_somebody_else_listens():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(CommunicationError, match=rf"rank 0 .* 127.0.0.1:{port}: .*already in use.* as MASTER_PORT"):
+            meeting._store(of_two(0, port), 10.0)
 
 
 def test_a_rank_that_waits_for_the_store_names_it(port, monkeypatch, caplog):

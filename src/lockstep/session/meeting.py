@@ -144,7 +144,10 @@ def _store(environment: Environment, timeout: float) -> Any:
         return bounded(lambda: _connect(environment, timedelta(seconds=timeout)), timeout)
     except (DistError, StoreLostError) as error:
         if isinstance(error, DistError) and is_here and environment.rank == 0 and not environment.launcher_has_store:
-            raise  # its port is in use
+            raise CommunicationError(
+                f"rank 0 cannot make the store at which the ranks meet, at {environment.address}:{environment.port}: "
+                f"{first_line(error)}. Give another port as MASTER_PORT, to all ranks, or end what listens there"
+            ) from error
         raise _no_store(environment, timeout, error) from error
 
 
