@@ -37,6 +37,15 @@ def test_skip_on_between_the_micro_batches_of_a_step_is_an_error(rank, kind):
         model(torch.ones(1, 3).double()).sum().backward()
 
 
+@on_ranks(2, raises=OptionError, says="those of another module, whose steps overlap")
+def test_windows_of_two_modules_that_overlap_need_a_group_each(rank):
+    models = [lockstep.replicate(rank.make(one_weight), process_group=rank.group) for _ in range(2)]
+    for last in (False, True):
+        for model in models:
+            with lockstep.accumulate(model, last=last), lockstep.loop.skip_on(ValueError, modules=[model]):
+                model(torch.ones(1, 1)).sum().backward()
+
+
 @on_ranks(2)
 def test_skip_on_inside_of_blocks_with_weights_of_which_no_rank_reaches_one_module(rank):
     models = [lockstep.replicate(rank.make(one_weight), process_group=rank.group) for _ in range(2)]

@@ -361,7 +361,8 @@ class GroupScheduler(PassObserver):
                 raise OptionError(
                     "skip_on() has ended between the micro-batches of a step: if it left out one of them, it would not "
                     "be known whether others follow. Put it around all micro-batches of the step, or inside the block "
-                    "of accumulate() or no_sync() of each"
+                    "of accumulate() or no_sync() of each. If they are those of another module, whose steps overlap "
+                    "with this one's, replicate each over a group of its own"
                 )
 
     def keep_buffers(self) -> list[KeptBuffers]:
