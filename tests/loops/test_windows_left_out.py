@@ -37,6 +37,18 @@ def test_skip_on_between_the_micro_batches_of_a_step_is_an_error(rank, kind):
         model(torch.ones(1, 3).double()).sum().backward()
 
 
+@pytest.mark.parametrize("where", WHERE)
+@on_ranks(2)
+def test_a_batch_that_is_left_out_drops_what_all_modules_have_on_all_ranks(rank, where):
+    first, second = (lockstep.replicate(rank.make(network), process_group=rank.group) for _ in range(2))
+    x = torch.ones(1, 3).double()
+    micro_batch(first, x, "")
+    with lockstep.loop.skip_on(BadBatchError, modules=[second]):
+        micro_batch(second, x, where if rank.rank else "")
+    assert lockstep.loop.skipped(second)
+    assert {each.grad for model in (first, second) for each in model.parameters()} == {None}
+
+
 @on_ranks(2, raises=OptionError, says="those of another module, whose steps overlap")
 def test_windows_of_two_modules_that_overlap_need_a_group_each(rank):
     models = [lockstep.replicate(rank.make(one_weight), process_group=rank.group) for _ in range(2)]

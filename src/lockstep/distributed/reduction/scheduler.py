@@ -179,12 +179,14 @@ class GroupScheduler(PassObserver):
 
     def _reduce(self, modules: Sequence[Reducer], parts: Sequence[Part]) -> None:
         errors, reduced = list[BaseException](), list[tuple[Reducer, Sequence[Parameter]]]()
+        left_out = False
         # The other ranks reduce all of them, so an error in one does not keep this rank from the next.
         for module, part in zip(modules, parts, strict=True):
             try:
                 reduced.append((module, module.finalize_backward(part)))
             except BaseException as error:
                 errors.append(error)
+            left_out |= module.has_failed
         # A hook may step, raise or communicate: not before all gradients are there.
         for module, parameters in reduced:
             try:
@@ -196,6 +198,8 @@ class GroupScheduler(PassObserver):
             self.decisions.skips_next = False
         if errors:
             raise_all(errors)
+        if left_out:  # the rank that skips drops what all modules have
+            self._note_skipped()
 
     # ------------------------------------------------------------------------ a pass, as it fails
 
