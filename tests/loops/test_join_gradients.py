@@ -119,3 +119,21 @@ def test_skip_on_is_refused_in_join_before_a_rank_waits_for_one_that_fails(rank)
     with lockstep.loop.skip_on(ValueError):
         ddp(x_of(rank)).sum().backward()
     assert not lockstep.loop.skipped(ddp)
+
+
+@on_processes(2)
+def test_a_batch_is_skipped_in_join_after_its_forward_and_not_before(rank):
+    ddp, seen = lockstep.DistributedDataParallel(one_weight()), []
+    with ddp.join():
+        for number in range([1, 3][rank.rank]):
+            ddp.zero_grad()
+            if number == 1:
+                with pytest.raises(OptionError, match=r"before the forward of a module.*lockstep\.batches"):
+                    lockstep.loop.skip_batch(ddp)
+            loss = ddp(x_of(rank)).sum()
+            if number == 1:
+                lockstep.loop.skip_batch(ddp)
+            else:
+                loss.backward()
+            seen.append(ddp.module.weight.grad is None)
+    assert seen == [False, True, False][: [1, 3][rank.rank]]

@@ -103,7 +103,8 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
 
     Raises:
         PeerError: Other ranks are at another batch.
-        OptionError: No module is replicated over the group; modules with shares do not count.
+        OptionError: No module is replicated over the group; modules with shares do not count. Or it comes before the
+            forward in ``join()``.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -125,6 +126,12 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
     """
     schedulers = _schedulers(modules, group, "skip_batch")
     _check_modules(schedulers, "skip_batch", "skip_batch(model), before its first backward")
+    if any(is_in_join(each) and not each.passes.has_begun for scheduler in schedulers for each in scheduler.modules):
+        raise OptionError(
+            "skip_batch() is inside of join(), and comes before the forward of a module, in which the other ranks wait "
+            "for this one. Call it after the forwards of the batch, or iterate over lockstep.batches() in place of "
+            "join()"
+        )
     _skip(schedulers)
 
 
