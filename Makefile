@@ -21,6 +21,8 @@ PYTEST := -m pytest -n 4 -m
 # Tests that are slow by nature, and what tests say of PyTorch's own class, are marked `around` and run with them.
 AROUND := tests/api tests/benchmarks tests/check tests/cli tests/clients tests/docs tests/examples tests/package tests/tools \
 	tests/gradients/test_compile.py tests/gradients/test_tensor_parallel.py tests/session/test_restarts.py
+# Nothing here is for `make test`.
+ELSEWHERE := tests/hosts tests/launchers
 
 .PHONY: train test test-around test-all test-matrix test-bare test-clients test-launchers test-hosts check format docs bench gpu soak mutants dist clean
 
@@ -28,8 +30,8 @@ train: $(READY)  ## the main job: a network on real handwritten digits; a proces
 	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(MAX_RESTARTS),--max-restarts $(MAX_RESTARTS)) \
 		examples/digits.py $(ARGS)
 
-test: $(READY)  ## what the library does: under five minutes on two cores
-	$(BIN)/python $(PYTEST) "$(HERE) and not around" $(AROUND:%=--ignore=%) $(ARGS)
+test: $(READY)  ## what the library does: about four minutes on two cores
+	$(BIN)/python $(PYTEST) "$(HERE) and not around" $(AROUND:%=--ignore=%) $(ELSEWHERE:%=--ignore=%) $(ARGS)
 
 test-around: $(READY)  ## pages, examples, command, package, benchmarks, tests' own tools; what is slow
 	$(BIN)/python $(PYTEST) "$(HERE)" $(AROUND) $(ARGS)

@@ -177,9 +177,9 @@ warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of a fork 
     "end",
     [
         "save(lockstep.session().__enter__())",
-        "atexit.register(save_and_resume, lockstep.session().__enter__())",
-        "threading.Thread(target=in_thread).start()",
-        "with_another_process()",
+        pytest.param("atexit.register(save_and_resume, lockstep.session().__enter__())", marks=pytest.mark.around),
+        pytest.param("threading.Thread(target=in_thread).start()", marks=pytest.mark.around),
+        pytest.param("with_another_process()", marks=pytest.mark.around),
     ],
 )
 def test_what_is_in_flight_when_a_program_ends(end, tmp_path):

@@ -148,7 +148,7 @@ def test_a_session_that_was_closed_leaves_nothing_for_the_end_of_the_program(ran
     assert "end_with_the_program" not in repr(sys.excepthook)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.around)])
 @on_processes(2, launched=True)
 def test_a_session_that_ends_ends_its_threads_and_connections(rank, backend):
     """All but that to the store, which all sessions of the process share; none is left to the garbage collector."""
