@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 
 # Workers share the cores, and ranks share a worker. Here, and not in a fixture: torch reads both when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -71,8 +72,24 @@ def pytest_configure(config: pytest.Config) -> None:
         # Its workers load the backend; it is compiled while they start, and import PyTorch.
         if not torch.accelerator.is_available():
             threading.Thread(target=simulator.build).start()
+        threading.Thread(target=_rewrite_asserts, args=(config,)).start()
     else:
         config.stash[_backend] = simulator.load(DEVICES)
+
+
+def _rewrite_asserts(config: pytest.Config) -> None:
+    """Do once what each worker of the first run in a clone would do for all files: four seconds of its time.
+
+    By names that pytest may change; then the workers do it.
+    """
+    left_out = tuple(str(Path(each).absolute()) for each in config.option.ignore or ())
+    with contextlib.suppress(Exception):
+        for file in Path(HERE).rglob("test_*.py"):
+            compiled = rewrite.get_cache_dir(file) / (file.name.removesuffix(".py") + rewrite.PYC_TAIL)
+            if not (sys.dont_write_bytecode or compiled.exists() or str(file).startswith(left_out)):
+                compiled.parent.mkdir(exist_ok=True)
+                stat, code = rewrite._rewrite_test(file, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, compiled)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -329,9 +329,8 @@ _PRELOAD = ["torch.distributed", "torch._dynamo", "lockstep", *_ROOMS, "pytest"]
 _PRELOAD_FOR_ALL_TESTS = [
     "torch.distributed.checkpoint",
     "torch.distributed.optim",
-    "torch._dynamo.backends.debugging",
-    "torch._functorch.aot_autograd",
 ]
+_PRELOAD_FOR_COMPILED_PROGRAMS = ["torch._dynamo.backends.debugging", "torch._functorch.aot_autograd"]
 _PRELOAD_FOR_EXAMPLES = ["sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 
 # At import: at the first run, the server would be a process that a test leaves behind. Ranks import this module, too.
@@ -339,7 +338,7 @@ if _SERVED not in os.environ:
     if "PYTEST_XDIST_WORKER" in os.environ:
         _PRELOAD += _PRELOAD_FOR_ALL_TESTS
         if "LOCKSTEP_TEST_EXAMPLES" in os.environ:
-            _PRELOAD += _PRELOAD_FOR_EXAMPLES
+            _PRELOAD += _PRELOAD_FOR_COMPILED_PROGRAMS + _PRELOAD_FOR_EXAMPLES
     _context.set_forkserver_preload(_PRELOAD)
     with mock.patch.dict(os.environ, {_SERVED: "1", "OMP_NUM_THREADS": "1"}):
         forkserver.ensure_running()
