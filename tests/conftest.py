@@ -142,10 +142,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
         return (yield)
 
 
-def pytest_sessionfinish() -> None:
-    gc.freeze()  # pytest collects once more, and would search all that the tests have imported
-
-
 # ---------------------------------------------------------------------------------------- devices
 
 

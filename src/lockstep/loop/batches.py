@@ -80,7 +80,7 @@ def batches(
     length that has a ``state_dict()``, which is one batch ahead of the loop.
 
     The current batch is the one that was read last: what reads ahead, such as a prefetcher, belongs around the loader.
-    Around ``batches`` it is warned of where a rank runs out after three batches or more.
+    What reads one batch ahead of ``batches`` is warned of, on a rank that runs out after three batches or more.
 
     Raises:
         OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
